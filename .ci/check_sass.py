@@ -2,10 +2,10 @@
 
     check_sass.py FOLDER [NVDISASM]
 
-FOLDER has NAME.cubin and NAME.log, the output of `ptxas -v`, of each source. Without a
-disassembler only the logs are checked. A window kernel is one with `Window` in its
-name: other GPUs write what it reads. docs/protocol.md, "Memory order", has the reasons.
-A matmul kernel is one with `Matmul` or `Matrices` in it.
+For each source, FOLDER has NAME.cubin and NAME.log, the output of `ptxas -v`. Without a
+disassembler only the logs are checked. A kernel with `Window` in its name is a window
+kernel: other GPUs write what it reads. docs/protocol.md, "Memory order", has the
+reasons. A kernel with `Matmul` or `Matrices` in its name is a matmul kernel.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-# Bytes that a thread of another kernel may spill, outside of its inner loops; window
-# kernels spill none.
+# Bytes that a thread of any other kernel may spill, outside its inner loops. Window
+# kernels may spill none.
 MAX_SPILL_BYTES = 100
-# Of matmuls: addresses that are used once per tile, but no sums.
+# Matmul kernels may spill addresses that are used once per tile, but no sums.
 MAX_MATMUL_SPILL_BYTES = 32
-# What ptxas says of tensor-core instructions that it makes wait for each other.
+# What ptxas prints when it makes tensor-core instructions wait for each other.
 SERIALIZED = re.compile(r"wgmma.*serialized.*function '?([\w.$]+)", re.I)
 
-# What no kernel may hold.
+# What no kernel may contain.
 BANNED = {
     r"MEMBAR\.SC\b": "a sequentially consistent fence (fence.sc, __threadfence)",
     r"BPT\b": "a trap or breakpoint, which would end every rank's process",
     r"CALL\.ABS\b": "a call out of the module (assert, printf)",
 }
-# What no window kernel may hold either.
+# What window kernels may not contain either.
 BANNED_IN_WINDOWS = {
     r"LDG\b.*\.CONSTANT\b": "a non-coherent load (ld.global.nc, __ldg)",
     r"TEX|TLD|SULD": "a texture or surface load, which is not coherent",
@@ -46,7 +46,7 @@ PROXY_FENCE, SYSTEM_FENCE = r"FENCE\.VIEW\.ASYNC\.G\b", r"MEMBAR\.ALL\.SYS\b"
 # cells instead.
 PUBLISHES = r"Window(Cached)?(Dispatch|Combine)?(Send)?Kernel"
 
-# (what a window kernel holds, what it must then hold as well, why)
+# (what a window kernel contains, what it must then contain as well, why)
 NEEDED = (
     (
         r"UBLKCP\.G\.S\b",
@@ -62,18 +62,18 @@ NEEDED = (
 
 
 class Rule(NamedTuple):
-    """What no path of a window kernel may do: `step` after `since` without `fence`."""
+    """Forbids `step` after `since` without `fence` between, on any path of a kernel."""
 
     since: str
     fence: str
     step: str
     words: str
-    of: str = "Window"  # kernels with such a name
+    of: str = "Window"  # a pattern for the names of the kernels it applies to
     from_start: bool = False  # whether they begin as if after `since`
 
 
 RULES = (
-    # The two belong to different proxies, and a barrier does not join them.
+    # The read and the load belong to different proxies, which no barrier orders.
     Rule(
         since=FLAG_READ,
         fence=PROXY_FENCE,
@@ -81,7 +81,7 @@ RULES = (
         words="a bulk load after the read of a flag, no fence.proxy.async.global "
         "between",
     ),
-    # One warp reads the credits and comes to this barrier last (kCreditsBarrier).
+    # One warp reads the credits and reaches this barrier last (kCreditsBarrier).
     Rule(
         since=r"\bBAR\.SYNC\S* 0xe\b",
         fence=PROXY_FENCE,
@@ -90,7 +90,8 @@ RULES = (
         "between",
         of=PUBLISHES,
     ),
-    # A barrier or a counter passes reads on to the thread, not its release.
+    # A barrier or a counter orders the reads of other threads before this thread, but
+    # does not pass on their release: the thread needs a fence of its own.
     Rule(
         since=r"\bBAR\.|MEMBAR\.ALL\.GPU\b",
         fence=SYSTEM_FENCE,
@@ -100,8 +101,8 @@ RULES = (
     ),
 )
 
-# A flag follows its fence at once, but for instructions that access no other memory. In
-# the same instruction as flags come cells and reports, which need no fence.
+# Between a fence and its flag there are only instructions that access no other memory.
+# Cells and reports are stored by the same instruction as flags, but need no fence.
 ACCESS = re.compile(r"(?:LDG|STG|UBLKCP|MEMBAR|ATOMG?|REDG?|CALL)\b")
 
 SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
@@ -118,17 +119,17 @@ Instructions = list[str]
 
 
 def is_window(function: str) -> bool:
-    """Whether the kernel, or what it calls, works on windows."""
+    """Whether this kernel, or a function called by one, works on windows."""
     return "Window" in function
 
 
 def is_matmul(function: str) -> bool:
-    """Whether the kernel multiplies matrices, or quantises them."""
+    """Whether the kernel multiplies or quantises matrices."""
     return re.search(r"Matmul|Matrices", function) is not None
 
 
 def log_errors(log: str) -> list[str]:
-    """Spills and serialised matmuls by ptxas -v."""
+    """Returns the spills and serialised matmuls in the output of ptxas -v."""
     errors, function, seen = [], "", 0
     for line in log.splitlines():
         if match := SERIALIZED.search(line):
@@ -146,7 +147,7 @@ def log_errors(log: str) -> list[str]:
 
 
 def disassemble(nvdisasm: str, cubin: pathlib.Path) -> dict[str, Instructions]:
-    """The instructions of each function, by address."""
+    """Returns each function's instructions in order of address."""
     command = [nvdisasm, "-c", str(cubin)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     functions: dict[str, Instructions] = {}
@@ -160,11 +161,11 @@ def disassemble(nvdisasm: str, cubin: pathlib.Path) -> dict[str, Instructions]:
 
 
 class Graph:
-    """The blocks of a function, and what leads from each to which."""
+    """The control flow of a function: its blocks, and the edges between them."""
 
     def __init__(self, text: str) -> None:
-        """Reads what `nvdisasm -cfg` says of it."""
-        # A block's body by port: branches leave it where their port is.
+        """Parses what `nvdisasm -cfg` prints for the function."""
+        # Each block's body, split at its ports: a branch leaves the block at its port.
         self.bodies = {
             match[1]: PORT.split(match[2].replace("\\", ""))
             for match in BLOCK.finditer(text)
@@ -174,7 +175,7 @@ class Graph:
             self.edges[match[1]].append((match[2], match[3]))
 
     def broken(self, rule: Rule) -> tuple[list[str], int]:
-        """Blocks with a step that breaks the rule; how many steps it looked at."""
+        """Returns the blocks that break the rule, and how many steps were looked at."""
         order = re.compile(f"({rule.since})|({rule.fence})|({rule.step})")
         bad, seen, steps, applies = set(), set(), set(), rule.from_start
         # (block, whether it is after `since`)
@@ -197,14 +198,14 @@ class Graph:
                         open_ = bool(match[1])
                         applies = applies or open_
                 left_by[port] = open_
-            # A block that falls through leaves at its end, by the port of its entry.
+            # A block that falls through leaves at its end, through its entry port.
             left_by["entry"] = open_
             work += [(to, left_by[port]) for port, to in self.edges[name]]
         return sorted(bad), len(steps) if applies else 0
 
 
 def flow_errors(nvdisasm: str, cubin: pathlib.Path) -> tuple[list[str], list[int]]:
-    """Window kernels that break the rules above, and how many steps each rule met."""
+    """Returns what breaks RULES, and how many steps each of them applied to."""
     command = [nvdisasm, "-cfg", str(cubin)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     errors, totals = [], [0] * len(RULES)
@@ -222,12 +223,12 @@ def flow_errors(nvdisasm: str, cubin: pathlib.Path) -> tuple[list[str], list[int
 
 
 def holds(instructions: Instructions, pattern: str) -> list[str]:
-    """The instructions that match from their start."""
+    """Returns the instructions whose beginning matches the pattern."""
     return sorted(name for name in set(instructions) if re.match(pattern, name))
 
 
 def announced(order: list[str]) -> bool:
-    """Whether some flag comes directly behind a fence, of accesses in their order."""
+    """Whether, among the memory accesses, some flag directly follows a fence."""
     accesses = [name for name in order if ACCESS.match(name)]
     return any(
         re.match(SYSTEM_FENCE, before) and re.match(FLAG_STORE, name)
@@ -236,7 +237,7 @@ def announced(order: list[str]) -> bool:
 
 
 def sass_errors(functions: dict[str, Instructions]) -> list[str]:
-    """What the rules above say of the functions of a cubin."""
+    """Returns what is wrong with the instructions of a cubin's functions."""
     errors = []
     for function, instructions in functions.items():
         if not {"EXIT", "RET.REL.NODEC"} & set(instructions):
@@ -254,7 +255,7 @@ def sass_errors(functions: dict[str, Instructions]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a line a source and every error; 1 if there are any."""
+    """Prints one line per source, with its errors; returns 1 if there are any."""
     folder, nvdisasm = pathlib.Path(arguments[0]), (arguments[1:] or [""])[0]
     cubins = sorted(folder.glob("*.cubin"))
     failed = not cubins

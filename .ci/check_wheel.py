@@ -1,10 +1,10 @@
-"""Compares what wheels contain with what they may and must; `.ci/run` calls it.
+"""Checks that wheels contain what they must and nothing else; `.ci/run` calls it.
 
     check_wheel.py WHEEL...
 
-Of jax_ep or of a plugin.
-Without a tracked source beside it a name is refused, so that nothing gets in by lying
-in the tree when a wheel is built.
+A WHEEL is one of jax_ep or of a plugin. Every file must be tracked in the repository,
+so that nothing gets in just because it lay in the tree when the wheel was built. Native
+modules and metadata are exempt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Beside the package: one native module of each kind, of any interpreter.
+# A native module: a package has at most one of each kind, for any interpreter.
 NATIVE = r"{}/_native_(cpu|cuda|shmem)\.[\w.-]*so"
 METADATA = (
     "METADATA",
@@ -29,7 +29,7 @@ METADATA = (
 
 
 def faults(names: list[str], tracked: set[str], package: str = "jax_ep") -> list[str]:
-    """What is wrong with the names in a wheel, given the files of the repository."""
+    """Returns what is wrong with a wheel's file names, given the repository's files."""
     found, natives, metadata = [], [], set()
     plugin = re.fullmatch(r"jax_ep_(cuda\d+)_plugin", package)
     folder = f"plugins/{plugin[1]}/" if plugin else ""
@@ -53,14 +53,14 @@ def faults(names: list[str], tracked: set[str], package: str = "jax_ep") -> list
 
 
 def tracked_files() -> set[str]:
-    """The files of the repository."""
+    """Returns the files that are tracked in the repository."""
     listed = ["git", "-C", str(ROOT), "ls-files"]
     done = subprocess.run(listed, check=True, capture_output=True, text=True)
     return set(done.stdout.splitlines())
 
 
 def main() -> int:
-    """Prints what is wrong; the exit status."""
+    """Prints what is wrong and returns the exit status."""
     tracked, bad = tracked_files(), False
     for wheel in map(pathlib.Path, sys.argv[1:]):
         listed = zipfile.ZipFile(wheel).namelist()

@@ -17,7 +17,7 @@ SHORT_TOKENS = 4096
 
 
 def rows_of(data):
-    """What p2p.py's summary makes of a record, dispatches first."""
+    """Returns the rows of the summary of p2p.py's record, dispatches first."""
     failures = report.failures(data)
     if failures or not data["peak_gb_s"]:
         raise SystemExit(f"the newest p2p file is unfit: {failures or 'no peak'}")
@@ -26,7 +26,7 @@ def rows_of(data):
 
 
 def headline(data, table):
-    """Both ops at one size."""
+    """Makes the table of both ops at one size."""
     found, best = [], set()
     for row in rows_of(data):
         if row["tokens"] != SHORT_TOKENS or row["routing"] != "uniform":
@@ -53,7 +53,7 @@ def headline(data, table):
 
 
 def p2p(data, table, picture=None):
-    """Whole calls beside JAX's own path; with `picture`, as README.md shows them."""
+    """Shows whole calls beside JAX's own path; with `picture`, as README.md does."""
     rows = [row for row in rows_of(data) if row["routing"] == "uniform"]
     ways = report.ragged_ways(data["results"])
     page = "docs/benchmarks.md" if picture else ""
@@ -82,7 +82,7 @@ def p2p(data, table, picture=None):
 
 
 def ragged_ways():
-    """What the columns of JAX's own path stand for."""
+    """Explains the columns of JAX's own path."""
     lines = []
     for flags, measured in measure.RAGGED:
         named = " and ".join(f"`{flag}`" for flag in flags.split())
@@ -93,7 +93,7 @@ def ragged_ways():
 
 
 def p2p_others(data, table):
-    """Calls of the same record with skewed routing, and with all defaults."""
+    """Shows calls of the same record with skewed routing, and with all defaults."""
     parts = []
     rows = [row for row in rows_of(data) if row["routing"] == "zipf"]
     if rows:
@@ -114,7 +114,7 @@ def p2p_others(data, table):
 
 
 def cpu(data, table):
-    """What each step of a call takes on one core."""
+    """Shows how long each step of a call takes on one core."""
     rows = [
         (
             r["tokens"],
@@ -140,7 +140,7 @@ def cpu(data, table):
 
 
 def collective(data, table):
-    """Whole calls of transport collective."""
+    """Shows whole calls of transport collective."""
     rows = [
         (
             r["tokens"],

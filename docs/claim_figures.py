@@ -1,4 +1,4 @@
-"""Functions from a record to the figures that prose takes from it, for claims.py."""
+"""Functions from a record to the figures that prose quotes, for claims.py."""
 
 import math
 import statistics
@@ -18,12 +18,12 @@ def span(values):
 
 
 def about(value, digits):
-    """A figure that the text rounds to tens (digits -1) or hundreds (-2)."""
+    """Rounds a figure as the text does, to tens (digits -1) or hundreds (-2)."""
     return round(value, digits)
 
 
 def pick(rows, /, **wanted):
-    """The only row whose entries are `wanted`."""
+    """Returns the only row whose entries are `wanted`."""
     found = [r for r in rows if all(r.get(k) == v for k, v in wanted.items())]
     if len(found) != 1:
         raise ValueError(f"{len(found)} rows with {wanted}")
@@ -31,16 +31,16 @@ def pick(rows, /, **wanted):
 
 
 def quick(record):
-    """Microseconds of dispatch and combine of 4096 tokens."""
+    """Returns microseconds of dispatch and combine with 4096 tokens."""
     ops = ("dispatch", "combine")
     timed = [row for row in record["results"] if "us" in row]
     return [pick(timed, op=op, tokens=4096)["us"] for op in ops]
 
 
 def times_as_long(*ways):
-    """Least and most times of `hopper` that others take for rows and gradients of them.
+    """How many times as long as `hopper` other ways take: the least and the most.
 
-    Of gate, up and down together."""
+    For rows and their gradients, with gate, up and down together."""
 
     def figures(record):
         us = {}
@@ -66,12 +66,12 @@ BIG, MID, BIG_64 = "large-256", "mid", "large-64"
 
 
 def layers(record):
-    """The rows of the table, by case and pass."""
+    """Returns the rows of the table, by case and pass."""
     return {(row["case"], row["pass"]): row for row in layer_report.summary(record)}
 
 
 def of_bf16(each, **more):
-    """The share of bfloat16's time that experts in fp8 take, in both sizes."""
+    """The time of layers with fp8 experts over that in bfloat16, in both sizes."""
 
     def shares(record):
         main = layer_report.main_transport(record)
@@ -89,7 +89,7 @@ def of_bf16(each, **more):
 
 
 def beside_ragged(case):
-    """Milliseconds over p2p and over the best ragged one, by pass."""
+    """Milliseconds of the layer over p2p and over the best ragged way, by pass."""
     return lambda record: [
         layers(record)[case, each][name]["ms"]
         for each in layer_report.PASSES
@@ -105,7 +105,7 @@ def over_ragged(each):
 
 
 def exchange_shares(each):
-    """The least and the most that p2p's take of layers of 4096 tokens, in percent."""
+    """The least and most percent that p2p's exchange takes of layers of 4096 tokens."""
     return lambda record: span(
         100 * row["p2p"]["exchange_share"]
         for (case, found), row in layers(record).items()
@@ -114,7 +114,7 @@ def exchange_shares(each):
 
 
 def without_exchange(record):
-    """How many times as fast as the best ragged one it would be without exchanges."""
+    """The speed of p2p's layer without exchanges over that of the best ragged one."""
     row = layers(record)[BIG, "forward"]
     return [
         row["ragged"]["ms"] / (row["p2p"]["ms"] * (1 - row["p2p"]["exchange_share"]))
@@ -125,7 +125,7 @@ def without_exchange(record):
 
 
 def of_read(way):
-    """Of experts with 1024 rows: over the time of a read of their weights."""
+    """The time of experts with 1024 rows over that of a read of their weights."""
     return lambda record: [
         pick(record["results"], part="experts", rows=1024, way=way)["of_read"]
     ]
@@ -144,13 +144,13 @@ def least_cosine(record):
 
 
 def most_apart(record):
-    """Of single pairs of runs, in percent."""
+    """The largest difference within a pair of runs, in percent."""
     finals = zip(record["finals"]["fp8"], record["finals"]["bf16"], strict=True)
     return [max(100 * abs(fp8 / bf16 - 1) for fp8, bf16 in finals)]
 
 
 def served(record):
-    """How much higher the loss of weights in each format is, in percent."""
+    """How much higher the loss is with weights in each format, in percent."""
     plain = statistics.mean(record["finals"]["bf16"])
     found = (statistics.mean(losses) for losses in record["served"].values())
     above = [100 * (loss / plain - 1) for loss in found]
@@ -161,7 +161,7 @@ def served(record):
 
 
 def calls(record, routing="uniform"):
-    """p2p's rows by op and tokens."""
+    """Returns p2p's rows by op and tokens."""
     rows = call_report.summary(record["results"])
     return {
         (r["op"], r["tokens"]): r for r in rows if r["routing"] == routing and r["p2p"]
@@ -183,7 +183,7 @@ def of_peak(record):
 
 
 def faster_than(name, tokens=4096):
-    """How many times as long both ops take over a ragged way."""
+    """How many times as long as over p2p both ops take over a ragged way."""
     return lambda record: [
         row["ragged"][name] / row["p2p"]["us"]
         for row in (calls(record)[op, tokens] for op in ("dispatch", "combine"))
@@ -191,14 +191,14 @@ def faster_than(name, tokens=4096):
 
 
 def with_defaults(record):
-    """A dispatch with the worst case of rows, and one with rows that fit."""
+    """Microseconds of a dispatch with worst-case capacity, and with one that fits."""
     rows = record["results"]
     worst = pick(rows, transport="p2p", op="dispatch", tokens=4096, zero_tail=True)
     return [worst["us"], *us_of_call(("dispatch", 4096))(record)]
 
 
 def formats(record):
-    """Rows by op, tokens and format."""
+    """Returns rows by op, tokens and format."""
     rows = call_report.formats(record["results"])
     return {(r["op"], r["tokens"], r["format"]): r for r in rows}
 
@@ -208,14 +208,14 @@ OTHERS = ("mxfp8", "mxfp4", NVFP4)
 
 
 def ratio(op, tokens, *names):
-    """The times in these formats over that in bfloat16."""
+    """The times in these formats over the time in bfloat16."""
     return lambda record: [
         formats(record)[op, tokens, name]["us_ratio"] for name in names
     ]
 
 
 def ratios(tokens, *names):
-    """The least and the most of dispatches."""
+    """The least and the most ratio of dispatches."""
     return lambda record: span(ratio("dispatch", tokens, *names)(record))
 
 
@@ -238,9 +238,9 @@ def recovered(op, *names):
 
 
 def more_tokens(name, op="dispatch"):
-    """Microseconds for each 1024 more tokens, what the link needs, and the rest.
+    """Microseconds per 1024 more tokens, what the link needs of them, and a fixed rest.
 
-    Dispatches carry tables besides what `floor` counts.
+    Dispatches also carry tables, which `floor` does not count.
     """
 
     def found(record):
@@ -265,7 +265,7 @@ def besides(*names):
 
 
 def option(op, name, tokens=4096):
-    """The time of a call with an option over the plain one's."""
+    """The time of a call with an option over that of a plain call."""
 
     def over_plain(record):
         at = {"op": op, "tokens": tokens, "num_sms": None}
@@ -303,7 +303,7 @@ def halves_of_one_token(record):
 
 
 def over_best_sms(call, tokens, sms):
-    """The kernels' time with so many multiprocessors over that with the best number."""
+    """The kernels' time with `sms` multiprocessors over that with the best number."""
 
     def found(record):
         rows = [
@@ -326,14 +326,17 @@ def long_calls(sms):
 
 
 def most_of_long_calls(record):
-    """With 32 SMs: dispatch, cached dispatch, and combines of 4096 and 8192."""
+    """`over_best_sms` with 32 SMs: dispatch, cached dispatch, and two combines.
+
+    The combines are of 4096 and 8192 tokens, the others of 4096.
+    """
     shown = ((KERNELS[0], 4096), (KERNELS[1], 4096), (KERNELS[2], 4096))
     shown += ((KERNELS[2], 8192),)
     return [over_best_sms(call, tokens, 32)(record) for call, tokens in shown]
 
 
 def one_process(record):
-    """By how many percent processes' times differ from one process's, rounded up."""
+    """The most percent that processes' times differ from one process's, rounded up."""
     rows = [row for row in record["rows"] if row["way"] == "p2p"]
     return [math.ceil(max(100 * abs(row["to_one_process"] - 1) for row in rows))]
 
@@ -342,9 +345,9 @@ def one_process(record):
 
 
 def of_cutlass(dtype, *cases):
-    """The kernels' forward pass over CUTLASS's, by their ratios to cuBLAS.
+    """The kernels' time of a forward pass over CUTLASS's, by their ratios to cuBLAS.
 
-    Of the records of both, `matmuls` and `cutlass`.
+    Takes the records of both, `matmuls` and `cutlass`.
     """
     names = {"bf16": "forward", "fp8": "fp8 forward"}
     products = next(p for p, name in matmul_tables.RESULTS if name == names[dtype])
@@ -366,7 +369,7 @@ def of_cutlass(dtype, *cases):
 
 
 def less_than_cutlass(*cases):
-    """In percent, the least and the most."""
+    """How much less time than CUTLASS the kernels take: least and most, in percent."""
     return lambda *records: span(
         100 * (1 - value) for value in of_cutlass("bf16", *cases)(*records)
     )
@@ -379,7 +382,7 @@ def more_than_cutlass(*cases):
 
 
 def tensor_busy(case, whose, *products):
-    """The share of cycles in which tensor cores multiply, in percent."""
+    """The percentage of cycles in which tensor cores multiply."""
 
     def found(record):
         for product in products:
@@ -393,7 +396,7 @@ AS_IT_IS = "as it is"
 
 
 def us_tried(record):
-    """Microseconds by case, product and variant: means of the runs of a variant."""
+    """Returns microseconds by case, product and variant, the means of its runs."""
     us = {}
     for run in record["runs"]:
         for row in run["results"]:
@@ -403,7 +406,7 @@ def us_tried(record):
 
 
 def tried(variant, beside=AS_IT_IS):
-    """The least and the most of the times of other kernels."""
+    """The least and the most of a variant's times over those of `beside`."""
 
     def found(record):
         means = us_tried(record)
@@ -417,7 +420,10 @@ def tried(variant, beside=AS_IT_IS):
 
 
 def decode_traces(record):
-    """On the GPU and in all: steps of 1 and 128 tokens without experts, a layer."""
+    """Microseconds on the GPU and in all, of three kinds of steps.
+
+    These are steps of 1 and of 128 tokens without experts, and a layer of 1 token.
+    """
     rows = {
         row["tokens"]: row
         for row in record["results"]
@@ -434,7 +440,7 @@ def decode_traces(record):
 
 
 def four_bits_by_card(*records):
-    """The least and the most us of 1024 rows by "mxfp4" weights."""
+    """The least and the most microseconds of 1024 rows with "mxfp4" weights."""
     return span(
         pick(each["results"], part="experts", rows=1024, way="mxfp4")["us"]
         for each in records
@@ -442,7 +448,7 @@ def four_bits_by_card(*records):
 
 
 def layer_ms(*records):
-    """Of p2p's layer of 256 experts: forward and with gradients, by record."""
+    """Milliseconds of p2p's layer of 256 experts, without and with gradients."""
     found = (
         layer_report.best(each["results"], layer="p2p", **{"pass": name})["ms"]
         for each in records
@@ -461,7 +467,7 @@ def whole_experts(case, *ways):
 
 
 def most_of_cards(record, other, besides="mid"):
-    """How much any forward pass of whole experts took longer or shorter, in percent."""
+    """How much the times of forward passes of whole experts differ, in percent."""
 
     def times(found):
         return {
@@ -483,7 +489,7 @@ def concurrent_calls(record):
 
 
 def less_of_single_calls(profile, record):
-    """How much less a call that is profiled takes than one of many, in percent."""
+    """How much less a profiled call takes than one of many, in percent."""
     means = us_tried(record)
     singles = {
         (row["case"], row["product"], AS_IT_IS): row["us"]
@@ -495,7 +501,7 @@ def less_of_single_calls(profile, record):
 
 
 def capped_clock(record):
-    """The least and the most MHz, and the least W, of the runs' medians."""
+    """The least and the most MHz, and the least watts, of the runs' medians."""
     clocks = [run["clocks"] for run in record["runs"]]
     mhz = span(each["mhz"] for each in clocks)
     return [*mhz, min(each["watts"] for each in clocks)]
@@ -505,7 +511,7 @@ def capped_clock(record):
 
 
 def overlapped(op, beside, arrangement):
-    """The row that the table shows: the one with the least exposed."""
+    """Returns the row that the table shows: the one with the least exposed."""
     return lambda record: min(
         (
             row
@@ -519,13 +525,13 @@ def overlapped(op, beside, arrangement):
 
 
 def whole_calls(record):
-    """What a dispatch and a combine take alone, as the table has them."""
+    """Microseconds of a dispatch and a combine alone, as the table has them."""
     ops = "dispatch", "combine"
     return [overlapped(op, "matmul", "whole")(record)["alone_us"] for op in ops]
 
 
 def traced(op, beside, arrangement):
-    """The same of those that were profiled, which have the default `num_sms`."""
+    """Like `overlapped`, among profiled rows, which have the default `num_sms`."""
 
     def found(record):
         rows = [row for row in record["results"] if row.get("trace")]
@@ -542,7 +548,7 @@ def exposed(op, beside, arrangement=STREAM):
 
 
 def placing(op):
-    """The second half in the timelines: its median beside each kind of work."""
+    """Microseconds of the second half in the timelines: a median over kinds of work."""
     kinds = "matmul", "elementwise", "attention"
 
     def found(record):
@@ -564,7 +570,7 @@ def without_placing(op, beside):
 
 
 def matmul_beside_combine(record):
-    """The matmul in the timelines beside a first half, and beside the whole call."""
+    """Microseconds of the matmul in the timelines, beside a half and a whole call."""
     for arrangement in (STREAM, "whole"):
         row = traced("combine", "matmul", arrangement)(record)
         first = row["trace"]["streams"][0]["gpu"]
@@ -578,7 +584,7 @@ def over_parts(op):
 
 
 def dense_ragged_dot(record):
-    """Its milliseconds alone, and by how much that differs between processes."""
+    """Milliseconds of `ragged_dot` alone, and how far processes differ, in us."""
     rows = record["results"]
     us = [
         row["us"]
@@ -589,7 +595,7 @@ def dense_ragged_dot(record):
 
 
 def two_batches(record):
-    """Milliseconds of the experts of two micro-batches, and of their exchanges."""
+    """Milliseconds of two micro-batches' experts, and of their exchanges."""
     rows = record["results"]
     turns = pick(rows, beside="two_batches", overlap="sm", arrangement=None)["us"]
     exchanges = 2 * sum(whole_calls(record))
@@ -601,7 +607,7 @@ def aim_beside_work(record):
 
 
 def graph_us(op, tokens):
-    """Captured in a CUDA graph, and not."""
+    """Microseconds of a call captured in a CUDA graph, and of one that is not."""
     return lambda record: [
         pick(record["graphs"], op=op, tokens=tokens, graphs=graphs)["us"]
         for graphs in (True, False)
@@ -618,7 +624,7 @@ def graphs_over_none(record):
 
 
 def rate(kind, pattern, *blocks, each=False):
-    """GB/s with so many blocks; `each` of them, in tens."""
+    """GB/s with each number of blocks; with `each`, per block and rounded to tens."""
     shape = {"row_bytes": 14336} if kind == "local" else {}
 
     def found(record):
@@ -630,14 +636,14 @@ def rate(kind, pattern, *blocks, each=False):
 
 
 def small_rows(record):
-    """GB/s of placing rows of 2048 bytes, two in flight, and of 14336, fifteen."""
+    """GB/s of placing rows of 2048 bytes with 2 in flight, and of 14336 with 15."""
     for row_bytes, stages in ((2048, 2), (14336, 15)):
         at = {"blocks": 24, "row_bytes": row_bytes, "stages": stages, "warps": 1}
         yield pick(record["local_shapes"], pattern="bulk_place", **at)["gb_s"]
 
 
 def copies_apart(record):
-    """In percent, rounded up."""
+    """How far the two copy kernels' rates differ at most, in percent, rounded up."""
     rows = record["peer_write"]
     rates = [
         (pick(rows, pattern="vector_copy", blocks=r["blocks"])["gb_s"], r["gb_s"])
@@ -671,7 +677,7 @@ def publish(variant, *keys):
 
 
 def litmus(name=None):
-    """Messages, and rows with wrong data."""
+    """Messages of the litmus test, and reads with wrong data."""
     return lambda record: [
         (record["litmus_mutants"][name] if name else record["litmus"])[key]
         for key in ("messages", "bad_reads")
@@ -679,7 +685,7 @@ def litmus(name=None):
 
 
 def at(*keys):
-    """What is in a record under these keys."""
+    """The entry of a record under these keys."""
 
     def found(record):
         for key in keys:
@@ -694,13 +700,13 @@ def cells_of_one_row(record):
 
 
 def more_of_combine(record):
-    """What 1024 more tokens in fp8 cost a combine besides the link's time."""
+    """Microseconds that 1024 more fp8 tokens cost a combine beyond the link's time."""
     us, link, _ = more_tokens(FP8, "combine")(record)
     return [us - link]
 
 
 def cells_faster(record):
-    """By how many microseconds than a row that is published and loaded, rounded up."""
+    """Microseconds that cells save over a published and loaded row, rounded up."""
     (loaded,) = publish("lane_a_peer_and_load")(record)
     return [math.ceil(loaded - cells_of_one_row(record)[0])]
 

@@ -1,10 +1,10 @@
-"""What prose says of records: figures in README.md and docs outside generated parts.
+"""Lists the figures that README.md and docs quote from records outside generated parts.
 
 tests/tools/test_claims.py compares them. A claim names a record of benchmarks/results,
 quotes the text with `{}` in place of each figure, and says which numbers of the record
 these are (claim_figures.py). A `*` in the name takes the newest such record, so a newer
-one that disagrees fails the test: then correct the text, or name the record that it is
-from and say its date there.
+one that disagrees fails the test: then correct the text, or name the record that it
+quotes and say its date there.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-# For `benchmarks`. Last: the root's jax_ep has no compiled modules.
+# For `benchmarks`. It comes last, since the root's jax_ep has no compiled modules.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import claim_figures as of
@@ -27,12 +27,12 @@ FIGURE = r"(?<![\d.,])(-?\d+(?:,\d{3})*(?:\.\d+)?)(?!\d)"
 
 
 class Claim(NamedTuple):
-    records: str  # of benchmarks/results, without .json; names with spaces between
+    records: str  # names in benchmarks/results without .json, separated by spaces
     text: str  # each {} is a figure, each space any white space
     figures: Callable[..., Iterable[float]]
 
     def pattern(self):
-        """A regular expression with a group for each figure."""
+        """Returns a regular expression with a group for each figure."""
         parts = (r"\s+".join(map(re.escape, part.split(" "))) for part in self.parts())
         return re.compile(FIGURE.join(parts))
 
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
         return self.text.split("{}")
 
     def paths(self):
-        """The newest file that each name fits."""
+        """Yields the newest file that matches each name."""
         for name in self.records.split():
             found = sorted(RESULTS.glob(f"{name}.json"), key=date_of)
             if not found:
@@ -62,7 +62,7 @@ def is_newest(path):
 
 
 def prose(page):
-    """A page without its generated parts."""
+    """Returns a page without its generated parts."""
     text = (ROOT / page).read_text()
     return re.sub(r"<!-- generated: .*?<!-- end generated -->", "", text, flags=re.S)
 

@@ -1,4 +1,4 @@
-"""How Sphinx builds these pages: sphinx-build -W docs build/docs."""
+"""Configures Sphinx, which builds these pages: sphinx-build -W docs build/docs."""
 
 from typing import Literal, get_origin
 
@@ -33,19 +33,20 @@ default_role = "code"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-# One argument a line, with its default.
+# Longer signatures have one argument per line, with its default.
 maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 myst_heading_anchors = 3
-# What annotations name, and where others describe it: a build needs no network.
+# Where the docs of other projects describe what annotations name. The inventories are
+# local, so a build needs no network.
 intersphinx_mapping = {
     "jax": ("https://docs.jax.dev/en/latest", "inventories/jax.txt"),
     "flax": ("https://flax.readthedocs.io/en/latest", "inventories/flax.txt"),
     "python": ("https://docs.python.org/3", "inventories/python.txt"),
 }
-# Annotations show the names of types: neither what these stand for nor private modules.
+# Annotations show types by these names, without what they stand for or private modules.
 autodoc_type_aliases = {
     "PartitionSpec": "jax.sharding.PartitionSpec",
     "P": "jax.sharding.PartitionSpec",
@@ -59,7 +60,7 @@ autodoc_type_aliases = {
     **{name: name for name, of in vars(literals).items() if get_origin(of) is Literal},
     **{name: f"jax_ep.{name}" for name in jax_ep.__all__ if name[0].isupper()},
 }
-# Sphinx prints aliases in unions by their representation.
+# Sphinx prints aliases in unions by their `repr`.
 TypeAliasForwardRef.__repr__ = lambda self: self.name
 for field in PyObject.doc_field_types:
     if field.name == "variable":
@@ -67,7 +68,7 @@ for field in PyObject.doc_field_types:
 
 
 def name_dtypes(_app, _what, _name, _obj, _options, lines) -> None:
-    """Names the type of arguments and attributes whose fields convert dtypes."""
+    """Renames the types of arguments and attributes whose fields convert dtypes."""
     for at, line in enumerate(lines):
         if line.startswith(":vartype"):
             line = line.replace("DtypeNameOrNone", "Dtype | None")
@@ -75,5 +76,5 @@ def name_dtypes(_app, _what, _name, _obj, _options, lines) -> None:
 
 
 def setup(app) -> None:
-    """After napoleon, which has written these lines."""
+    """Runs `name_dtypes` after napoleon, which writes these lines."""
     app.connect("autodoc-process-docstring", name_dtypes, priority=600)

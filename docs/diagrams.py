@@ -1,7 +1,7 @@
 """Draws the diagrams of the pages as SVG: boxes in a grid, and arrows between them.
 
-`generate.py` writes them, so that the pages, and the README on any index, show them
-without a script. They have a light ground of their own, for dark pages.
+`generate.py` writes the files, so that the pages, and the README on any index, show
+them without a script. They have a light background of their own, for dark pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ text { font: 14px system-ui, "Segoe UI", "Noto Sans", sans-serif; fill: #1f2328 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A box of the grid; its first line of text is bold."""
+    """A box in the grid. Its first line of text is bold."""
 
     column: float
     row: float
@@ -38,7 +38,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Diagram:
-    """Boxes by name, arrows between names, and frames around rows, with a title."""
+    """Boxes by name, arrows between them, and titled frames around rows."""
 
     width: int  # pixels of a box
     lines: int  # lines of text that a box holds
@@ -90,7 +90,7 @@ class Diagram:
         return f'<rect class="frame" {place}/>\n<text {at}>{escape(title)}</text>'
 
     def svg(self) -> str:
-        """The whole picture."""
+        """Returns the whole picture."""
         corners = [self.corner(box) for box in self.boxes.values()]
         width = max(x for x, _ in corners) + self.width + PAD
         height = max(y for _, y in corners) + self.height + PAD
@@ -111,7 +111,7 @@ class Diagram:
         return "\n".join(parts) + "\n"
 
 
-# A layer's calls on transport collective (README.md).
+# The calls of a layer on transport collective (README.md).
 FLOW = Diagram(
     width=178,
     lines=3,
@@ -140,7 +140,7 @@ FLOW = Diagram(
     ),
 )
 
-# Folders and which imports or includes which (docs/architecture.md).
+# Which folder imports or includes which (docs/architecture.md).
 MODULES = Diagram(
     width=300,
     lines=2,

@@ -3,8 +3,8 @@
 The tables of the wire and of formats come from the native module, those of the scaling
 model from scale_model.py. The others come from the newest file of each kind in
 benchmarks/results (for test suites: of each transport and number of devices), and
-docs/p2p.svg from the newest file of p2p.py. Drawing it needs matplotlib; checking that
-it shows that file does not. diagrams.py draws the other pictures.
+docs/p2p.svg from the newest file of p2p.py. Drawing it needs matplotlib, checking that
+it shows the newest file does not. diagrams.py draws the other pictures.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 
 from jax_ep import _native_cpu as native
 
-# For `benchmarks`. Last: the root's jax_ep has no compiled modules.
+# For `benchmarks`. It comes last, since the root's jax_ep has no compiled modules.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import call_tables
@@ -87,12 +87,13 @@ def records(prefix):
     return [json.loads(path.read_text()) for path in by_date]
 
 
-# GPUs. On two, a call places more rows in its own memory than it sends over the link.
+# A number of GPUs. On two, a call places more rows in its own memory than it sends over
+# the link.
 BOUND_BY_THE_LINK = 4
 
 
 def newest(prefix, count=None):
-    """With `count`, of as many devices."""
+    """Returns the newest record, or with `count` the newest of as many devices."""
     found = [data for data in records(prefix) if count in (None, data.get("count"))]
     return found[-1] if found else None
 
@@ -112,7 +113,7 @@ def targets():
 
 
 def decode():
-    """The newest experts of a decode step, and the newest layers."""
+    """Shows the newest experts of a decode step, and the newest layers."""
     found = records("decode")
     layered = [d for d in found if any(r["part"] == "layer" for r in d["results"])]
     newest_layers = layered[-1] if layered and layered[-1] is not found[-1] else None
@@ -120,7 +121,7 @@ def decode():
 
 
 def benchmarks(data, table):
-    """What README.md shows of single calls."""
+    """Shows single calls as README.md does."""
     picture = P2P_PICTURE.relative_to(ROOT)
     return call_tables.p2p(data, table, picture)
 
@@ -158,7 +159,7 @@ def fill(text, name, body):
 
 
 def draw_p2p(check):
-    """Draws docs/p2p.svg if it shows another file than the newest; True if so."""
+    """Draws docs/p2p.svg if it does not show the newest file; True if it did not."""
     data = newest("p2p", BOUND_BY_THE_LINK)
     shown = P2P_PICTURE.read_text() if P2P_PICTURE.exists() else ""
     if data is None or draw.mark(data) in shown:

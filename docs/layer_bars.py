@@ -1,7 +1,7 @@
-"""Draws the chart of whole layers for README.md: bars of a record of layer.py.
+"""Draws the bar chart of whole layers for README.md, from a record of layer.py.
 
-As the diagrams it is plain SVG with a light ground of its own. The bars of a pass share
-their scale.
+Like the diagrams it is plain SVG with a light background of its own. The bars of a pass
+share a scale.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from diagrams import PAD, STYLE
 
 from benchmarks.layers import report
 
-PICTURE = "layers.svg"  # in docs
+PICTURE = "layers.svg"  # in docs/
 BAR, GAP, TITLE, LABEL, BARS, NUMBER = 20, 6, 30, 250, 420, 80
-# Of a row of report.summary, what it is called, and its colour; JAX's own ways first.
+# (key in a row of report.summary, its label, its colour); JAX's own ways come first.
 WAYS = (
     ("dense", "JAX: dense all_to_all, with drops", "#c9a27a"),
     ("ragged", "JAX: ragged_all_to_all, our experts", "#e08a2e"),
@@ -25,7 +25,7 @@ SHOWN = {"forward": "forward", "both": "forward and backward"}
 
 
 def svg(data) -> str:
-    """The picture of the record's first size, both passes below each other."""
+    """Draws both passes of the record's first size, one below the other."""
     case = next(iter(data["cases"]))
     found = _passes(data)
     width = 2 * PAD + LABEL + BARS + NUMBER
@@ -64,7 +64,7 @@ def svg(data) -> str:
 
 
 def caption(data) -> str:
-    """What the picture shows, in words for those who do not see it."""
+    """Describes the picture in words, for those who do not see it."""
     case, told = next(iter(data["cases"])), []
     for each in _passes(data):
         times = [
@@ -75,6 +75,6 @@ def caption(data) -> str:
 
 
 def _passes(data):
-    """The rows of the summary that are of the first size."""
+    """Returns the summary's rows of the first size."""
     case = next(iter(data["cases"]))
     return [each for each in report.summary(data) if each["case"] == case]

@@ -11,7 +11,7 @@ from jax_ep._layers.logits import FEW_TOKENS
 
 
 def _times(data, table):
-    """Of whole layers over jax_ep and over what JAX has."""
+    """Yields the table of whole layers over jax_ep and over what JAX has, and notes."""
     failures = report.failures(data)
     if failures:
         raise SystemExit(f"the newest layer file is unfit: {failures}")
@@ -21,7 +21,7 @@ def _times(data, table):
     yield from (f"No time was left for {sizes}." for sizes in untimed)
 
 
-# Of report.COLUMNS, what README.md shows where it was timed.
+# The columns of report.COLUMNS that README.md shows, if they were timed.
 SHORT = (
     *("layer", "", "p2p", report.FP8_COLUMNS[0], "collective", "dense"),
     *(f"ragged, {report.PER_RANK}", "ragged, fastest"),
@@ -30,13 +30,13 @@ SHORT = (
 
 
 def _without_blanks(header, rows):
-    """The columns that have something."""
+    """Leaves out empty columns."""
     kept = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def layers_in_short(data, table):
-    """What README.md shows."""
+    """Shows layers as README.md does."""
     whole, *notes = _times(data, lambda header, rows: (header, rows))
     header, rows = whole
     chosen = [header.index(name) for name in SHORT if name in header]
@@ -66,7 +66,7 @@ def layers_in_short(data, table):
 
 
 def layers(data, table):
-    """The same, with all that is to say of it."""
+    """Shows layers with all columns and explanations."""
     times = list(_times(data, table))
 
     def seen(key, *names):
@@ -107,7 +107,7 @@ def layers(data, table):
 
 
 def _fp8(data):
-    """What is to say of fp8 experts, if they were timed."""
+    """Explains the columns of fp8 experts, if they were timed."""
     if report.FP8_COLUMNS[0] not in report.table(data)[0]:
         return ""
     return (
@@ -118,7 +118,7 @@ def _fp8(data):
 
 
 def all_layers(data, table):
-    """`layers`, and what they rest on."""
+    """Shows `layers`, and the other tables of the same record."""
     alone = [
         (case, each, f"`{way}`", ms) for case, each, way, ms in report.matmuls(data)
     ]
@@ -143,7 +143,7 @@ OPS = {
 
 
 def grouped(data, table):
-    """`jax_ep.experts.hopper`'s multiplications beside what else there is."""
+    """Shows the matmuls of `jax_ep.experts.hopper` beside other ways to multiply."""
     wrong = [row for row in data["results"] if row.get("wrong")]
     if wrong:
         raise SystemExit(f"the newest grouped file is unfit: {wrong}")
@@ -198,7 +198,7 @@ def grouped(data, table):
     return "\n\n".join(parts)
 
 
-# Ways that not every record has, by the name of their column.
+# The names of the columns of ways that not every record has.
 MORE_WAYS = {
     "jax_grouped_gemm": "jax, grouped GEMM",
     "jax_fusion": "jax, fusion",
@@ -207,13 +207,13 @@ MORE_WAYS = {
 
 
 def _more_ways(data):
-    """Those of a record."""
+    """Returns those of MORE_WAYS that a record has."""
     ways = {row["way"] for row in data["results"]}
     return {way: name for way, name in MORE_WAYS.items() if way in ways}
 
 
 def _of_more_ways(data):
-    """What the text says of them, and of why some have no time."""
+    """Explains these ways, and why some have no time."""
     text = ""
     for way, name in _more_ways(data).items():
         option = grouped_benchmark.FLAGS.get(way)
@@ -236,7 +236,7 @@ def _of_more_ways(data):
 
 
 def _flops(data, case):
-    """Of gate, up and down: a multiplication and an addition each."""
+    """Counts the operations of gate, up and down: multiplications and additions."""
     sizes = data["cases"][case]
     return 2 * 3 * sizes["rows"] * sizes["hidden"] * sizes["inner"]
 
@@ -251,7 +251,7 @@ def _ratio(us, other):
 
 
 def _experts(data, table, rows):
-    """Whole experts, by way."""
+    """Shows whole experts, with a column for each way."""
     found = {}
     for row in rows:
         ways = found.setdefault((row["case"], row["op"], row["room"]), {})
@@ -313,7 +313,7 @@ def _steps(data, table):
 
 
 def train(data, table):
-    """The curves of examples/train.py, from a dozen steps."""
+    """Shows about a dozen steps of the curves of examples/train.py."""
     curves = data["curves"]
     names = [name for name in curves if name != "dense"]
     apart = {
@@ -353,7 +353,7 @@ def train(data, table):
 
 
 def routers(data, table):
-    """The choice of experts by the kernel and in plain JAX."""
+    """Shows the times to choose experts by the kernel and in plain JAX."""
     by_way = {}
     for row in data["results"]:
         if row["wrong"]:

@@ -2,7 +2,7 @@
 
 import performance_tables
 
-# Products of grouped_kernels.py that make up a result, and what it is called.
+# (the products of grouped_kernels.py that make up a result, its name)
 RESULTS = (
     (("gate_up", "down"), "forward"),
     (("gate_up to rows", "down back"), "gradient of rows"),
@@ -10,7 +10,7 @@ RESULTS = (
     (("fp8 gate_up", "fp8 down"), "fp8 forward"),
     (("fp8 gate_up to rows", "fp8 down back"), "fp8 gradient of rows"),
 )
-# Of cutlass_grouped.py.
+# The way of cutlass_grouped.py that the others are compared with.
 _BATCHED = "batched"
 
 
@@ -25,7 +25,7 @@ def _source(data):
 
 
 def kernels(data, table):
-    """The kernels beside batched cuBLAS matmuls, gate and up and down together."""
+    """Shows the kernels beside batched cuBLAS matmuls; gate, up and down are summed."""
     _must_be_right(data, "matmuls")
     rows = {(row["case"], row["product"]): row for row in data["results"]}
     cells = []
@@ -65,7 +65,7 @@ def _clocks(seen):
 
 
 def cutlass(data, table):
-    """What CUTLASS takes for the bare matmuls."""
+    """Shows how long CUTLASS takes for the bare matmuls."""
     _must_be_right(data, "cutlass")
     found = {}
     for row in data["results"]:
@@ -95,7 +95,7 @@ def cutlass(data, table):
 
 
 def profile(data, table):
-    """What the kernels waited for, beside cuBLAS's."""
+    """Shows what the kernels waited for, beside cuBLAS's."""
     cells = []
     for row in data["results"]:
         numbers = (row[name] for name in ("us", "tensor_percent", "l2_hit_percent"))
@@ -120,9 +120,9 @@ def profile(data, table):
 
 
 def decode(data, table, with_layers=None):
-    """Experts with few rows beside a plain read of their weights, and layers.
+    """Shows experts with few rows beside a plain read of their weights, and layers.
 
-    `with_layers` is the newest record that has layers, where `data` has none.
+    `with_layers` is the newest record that has layers, if `data` has none.
     """
     _must_be_right(data, "decode")
     sizes = data["sizes"]

@@ -5,8 +5,8 @@ from benchmarks.limits import launch_waits
 from benchmarks.overlap import report as overlap_report
 from jax_ep._cli.bench import report
 
-# (op, format, T, must be below, aimed at), microseconds of a whole call on 4 H200s,
-# hidden 7168, bfloat16 tokens, top-8 of 256, uniform routing.
+# (op, format, T, limit, aim): microseconds of a whole call on 4 H200s, hidden 7168,
+# bfloat16 tokens, top-8 of 256, uniform routing.
 TARGETS = (
     ("dispatch", "bf16", 1, 12, 8),
     ("dispatch", "bf16", 128, 28, 20),
@@ -29,10 +29,10 @@ def source(data, command):
 
 
 def targets(plain, formats, table):
-    """What was aimed at beside what was measured.
+    """Shows aims beside what was measured.
 
-    `plain` is the newest record of bfloat16, `formats` of formats; None where there is
-    none.
+    `plain` is the newest record of bfloat16, `formats` that of formats; None if there
+    is none.
     """
     found, sources = {}, []
     for data, wanted in ((plain, "bf16"), (formats, "fp8_block128")):
@@ -67,7 +67,7 @@ def _must_be_fit(data):
 
 
 def formats(data, table):
-    """What fewer bytes gain."""
+    """Shows how much faster calls are with fewer bytes."""
     _must_be_fit(data)
     rows = []
     for row in report.formats(data["results"]):
@@ -101,7 +101,7 @@ def formats(data, table):
 
 
 def host(data, table):
-    """How long a call keeps the host busy, beside an older build's."""
+    """Shows how long a call keeps the host busy, beside an older build's."""
     _must_be_fit(data)
     rows = [
         (
@@ -124,7 +124,7 @@ def host(data, table):
 
 
 def nodes(data, table):
-    """What several processes and forced nodes cost against one process's p2p."""
+    """Shows what several processes and forced nodes cost against one process's p2p."""
     rows = [
         (
             row["op"],
@@ -143,7 +143,7 @@ def nodes(data, table):
 
 
 def sms(data, table):
-    """Microseconds of the kernels alone by the number of multiprocessors."""
+    """Shows microseconds of the kernels alone, by the number of multiprocessors."""
     counts = sorted({row["sms"] for row in data["results"]})
     times = {
         (row["call"], row["tokens"], row["sms"]): row["us"] for row in data["results"]
@@ -160,13 +160,13 @@ def sms(data, table):
 
 
 def runs(data):
-    """As `source`, of each of the runs that a record was made of."""
+    """Like `source`, for each of the runs that a record was made of."""
     each = data.get("runs", [data])
     return "; ".join(dict.fromkeys(source({**data, **r}, r["command"]) for r in each))
 
 
 def overlap(data, table):
-    """What stays exposed beside other work."""
+    """Shows what stays exposed beside other work."""
     failures = overlap_report.failures(data)
     if failures:
         raise SystemExit(f"the newest overlap file is unfit: {failures}")
@@ -204,7 +204,7 @@ def overlap(data, table):
 
 
 def graphs(data, table):
-    """Short calls in CUDA graphs and outside."""
+    """Shows short calls with CUDA graphs and without."""
     rows = list(overlap_report.graphs(data))
     if not rows:
         return "No run is recorded yet."
@@ -220,7 +220,7 @@ def _options(data):
 
 
 def options(data, table):
-    """What each option costs against plain calls."""
+    """Shows what each option costs against plain calls."""
     head = (
         f"{_options(data)}: microseconds of a call of T tokens per rank, hidden "
         f"{data['hidden']}, top-{data['top_k']} of {data['experts']}, bfloat16; in "
@@ -232,14 +232,14 @@ def options(data, table):
 
 
 def halves(data, table):
-    """First halves alone by the number of multiprocessors."""
+    """Shows first halves alone, by the number of multiprocessors."""
     head = f"{_options(data)}: microseconds; in brackets, over the default's."
     rows = list(options_report.halves(data))
     return f"{head}\n\n" + table(options_report.halves_header(data), rows)
 
 
 def waits(data, table):
-    """What waits for a running kernel."""
+    """Shows what waits for a running kernel."""
     head = (
         f"{source(data, 'benchmarks/limits/launch_waits.py')}, driver {data['driver']}."
     )
@@ -254,7 +254,7 @@ def _speed_up(row):
 
 
 def p2p_row(row, ways=()):
-    """`ways` are those of `jax.lax.ragged_all_to_all` that have columns."""
+    """Formats a row; `ways` are those of `ragged_all_to_all` that have columns."""
     p2p = row["p2p"] or {}
     share = p2p.get("of_peak")
     return (

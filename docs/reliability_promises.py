@@ -1,8 +1,9 @@
-"""What reliability.md promises, and what tests it."""
+"""Lists what reliability.md promises, and the tests of each promise."""
 
 # (promise, command, where its runs are recorded). A place is "ci", a kind of record,
-# "gpu": the suite on GPUs that has run the command's tests, of p2p before collective,
-# on the most devices, the newest of those; or "processes": those that ran in several.
+# "gpu" or "processes". "gpu" is the suite on GPUs that has run the command's tests: of
+# p2p rather than collective, then on the most devices, then the newest. "processes" are
+# the suites that ran in several processes.
 PROMISES = (
     ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
      "`ep.check()`",

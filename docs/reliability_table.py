@@ -1,6 +1,6 @@
-"""Promises, what tests them and a recorded run of each: reliability.md.
+"""Makes the tables of reliability.md: promises, their tests and a recorded run of each.
 
-Also what README.md says of a soak.
+Also makes what README.md says about a soak.
 """
 
 import collections
@@ -8,7 +8,7 @@ import collections
 import suite_table
 from reliability_promises import PROMISES
 
-# Records name files as they were called when the tests ran.
+# Records have the names that files had when the tests ran.
 _RENAMED = {
     "test_meeting.py": "test_rendezvous.py",
     "test_supply.py": "test_wheel_contents.py",
@@ -18,14 +18,14 @@ NOT_YET = "not yet run"
 
 
 def _files(command):
-    """The files of tests that a command names, without their folders, as in records."""
+    """Returns the test files that a command names, without folders, as in records."""
     words = command.replace(";", " ").split()
     names = [word.rpartition("/")[2] for word in words if word.startswith("tests/")]
     return [name for name in names if name.startswith("test_")]
 
 
 def _file_of(test):
-    """The file of a record's `file.py::test`, by the name that it has now."""
+    """Returns the current name of the file in a record's `file.py::test`."""
     file = test.partition("::")[0]
     return _RENAMED.get(file, file)
 
@@ -35,7 +35,7 @@ def _source(data):
 
 
 def _of_ci(records, command):
-    # What runs in CI alone leaves no record.
+    # What only runs in CI leaves no record.
     recorded = _of_suite(records, command, "cpu") if _files(command) else None
     return recorded or "no record; each `.ci/run` runs it"
 
@@ -46,18 +46,19 @@ def _of_gpus(records, command):
 
 def _of_suite(records, command, platform):
     newest_first = records("suite")[::-1]
-    # Tests of several ranks need as many devices. Of equals the sort keeps the order.
+    # Tests of several ranks need as many devices. The sort is stable, so the newest of
+    # equals stays first.
     for data in sorted(newest_first, key=_reach, reverse=True):
         if data["devices"].get("platform", "gpu") != platform:
             continue
         if set(_files(command)) & set(map(_file_of, suite_table.cut_off(data))):
             continue
-        # Of the semantics in several processes, which have a row of their own.
+        # Suites in several processes have a row of their own.
         if data.get("processes"):
             continue
         passed = _named(command, data.get("tests", {}))
         failed = _named(command, collections.Counter(_plain(data["failed"])))
-        # Where a file's tests were all skipped nothing was run.
+        # If all tests of a file were skipped, it did not run.
         if all(passed[name] + failed[name] for name in passed):
             count, kind = data["devices"]["count"], data["devices"]["kind"]
             tail = ", ".join(
@@ -73,7 +74,7 @@ def _reach(data):
 
 
 def _of_processes(records, command):
-    """The newest suite of each transport, processes and nodes, in several processes."""
+    """Shows the newest suite of each transport, processes, nodes and devices."""
     newest = {
         (suite_table.name(data), data["devices"]["count"]): data
         for data in records("suite")
@@ -90,14 +91,14 @@ def _of_processes(records, command):
 
 
 def _plain(failed):
-    """`module::test[parameters]` of pytest's report as `file.py::test`."""
+    """Turns `module::test[parameters]` of pytest's report into `file.py::test`."""
     for name in failed:
         module, _, test = name.partition("::")
         yield f"{module.split('.')[-1]}.py::{test.split('[')[0]}"
 
 
 def _named(command, counts):
-    """How many of `counts`, by `file.py::test`, a command selects, by file."""
+    """Sums, by file, those of `counts` (by `file.py::test`) that a command selects."""
     words = command.partition(" -k ")[2].partition(";")[0].strip("'").split(" or ")
     return {
         file: sum(
@@ -130,7 +131,7 @@ def _soaked(data):
 
 
 def _of_soaks_in_processes(records, command):
-    """The newest of each transport, processes and nodes."""
+    """Shows the newest soak of each transport, number of processes and of nodes."""
     newest = {}
     for data in records("processes-soak"):
         if data["device"] == "cpu":
@@ -169,7 +170,7 @@ def _of_attacks(records, command):
 
 
 def _of_sanitize(records, command):
-    """The newest on each number of GPUs: a single one runs fewer tests."""
+    """Shows the newest run on each number of GPUs: a single one runs fewer tests."""
     newest = {f"{d['count']} x {d['device']}": d for d in records("sanitize")}
     found = []
     for devices, data in sorted(newest.items()):
@@ -193,7 +194,10 @@ _LAST = {
 
 
 def promises(records, table):
-    """The table; `records(prefix)` are those of benchmarks/results, oldest first."""
+    """Makes the table of promises.
+
+    `records(prefix)` returns those of benchmarks/results, oldest first.
+    """
     rows = [
         (
             promise,
@@ -205,7 +209,7 @@ def promises(records, table):
     return table(("promise", "tested by", "recorded run"), rows)
 
 
-# Those tests of the files alone in which something fails.
+# Only the tests of these files in which something fails.
 _FAILING = "'missing or late or raises or order or other_configs or inside or differ"
 _FAILING += " or killed or silent or dead or gives_up or dies'"
 FAULTS = (
@@ -226,7 +230,7 @@ BAD_INPUTS = (
 
 
 def figures(records, table):
-    """How much was tried, by the same records."""
+    """Makes the table of how much was tried, from the same records."""
     return table(
         ("tried", "what came of it"),
         [
@@ -243,7 +247,7 @@ def figures(records, table):
 
 
 def soak_part(data, _table=None):
-    """The newest soak in words."""
+    """Describes the newest soak in words."""
     text = (
         f"**Soak of {data['transport']}, {data['count']} x {data['device']}** "
         f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
@@ -263,7 +267,7 @@ def soak_part(data, _table=None):
     text += f" At the end {where.format(lost)}"
     if data.get("heap_start") is None:
         return f"{text}."
-    # Since both were first looked at.
+    # Counted since memory was first measured.
     heap = (data["heap_end"] - data["heap_start"]) / 2**20
     launches = data["launches"] - data["settled"][0]
     compilations = data["compilations"] - data["settled"][1]

@@ -1,9 +1,8 @@
-"""A model on paper of many ranks, for docs/scale.md: bytes, messages, memory, time.
+"""A paper model of many ranks for docs/scale.md: bytes, messages, memory and time.
 
 Routing is uniform: each token takes `TOP_K` distinct experts at random. All numbers
-come from the rates below and from the sizes that the native module gives. A call is
-a chain of launches in one stream (xla_ffi/cuda/internode/calls.h), so their times
-add up.
+come from the rates below and from the native module's sizes. A call is a chain of
+launches in one stream (xla_ffi/cuda/internode/calls.h), so their times add up.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ GB = 1e9
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
-# What the model takes for given; docs/scale.md says of each what it is and where from.
+# The model's assumptions; docs/scale.md says what each is and where it comes from.
 RATES = {
     "NVLINK": (336, "GB/s"),
     "NETWORK": (45, "GB/s"),
@@ -42,7 +41,7 @@ SHARES = 8  # kInternodeShares: each is a put, a fence and a signal
 
 
 def touched(parts, experts, top_k=TOP_K):
-    """How many of `parts` equal parts of the experts a token has experts in, mean."""
+    """Returns in how many of `parts` equal parts a token has experts, on average."""
     share = experts // parts
     return parts * (1 - comb(experts - share, top_k) / comb(experts, top_k))
 
@@ -55,12 +54,12 @@ def _combine_bytes(gradients):
 
 
 def combine_bytes():
-    """Of a reduced row on its way back."""
+    """Returns the bytes of a reduced row on its way back."""
     return _combine_bytes(0)
 
 
 def dispatch_bytes(name):
-    """Of a message of a first dispatch."""
+    """Returns the bytes of a message of a dispatch that is not cached."""
     one, two = (
         native.dispatch_region_bytes(name, HIDDEN, 2, n, TOP_K, LOCAL_EXPERTS)
         for n in (1, 2)
@@ -71,9 +70,10 @@ def dispatch_bytes(name):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Of calls: bytes of a message, and of what its halves touch for a token besides.
+    """A kind of call: bytes of a message, and what its halves touch besides, per token.
 
-    `read` before messages are sent, at `rate`, and `written` after they have come.
+    `read` bytes are read before messages are sent, at `rate`; `written` bytes are
+    written after they have arrived.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Kind:
 
 
 def dispatch(name="bf16"):
-    """A first dispatch: a token is read once, and becomes up to TOP_K rows."""
+    """A dispatch, not cached: a token is read once, and becomes up to TOP_K rows."""
     row = sum(native.encoded_bytes(name, HIDDEN, 2))
     return Kind(
         f"dispatch `{name}`", dispatch_bytes(name), ROW, TOP_K * row, SEND, cells=2
@@ -93,7 +93,7 @@ def dispatch(name="bf16"):
 
 
 def combine(in_halves=False):
-    """The other way round: rows are read and added up, then what came of them."""
+    """A combine: rows are read and added up, and so are then the sums that arrive."""
     rate = SUM if in_halves else COPY
     return Kind("combine", combine_bytes(), TOP_K * ROW, ROW, rate, cells=1)
 
@@ -106,16 +106,16 @@ class Load:
     far_bytes: float  # put to other nodes
     requests: int  # puts and signals
     steps: dict[str, float]  # us
-    fixed: float  # us, of launches, waits and flights
+    fixed: float  # us, for launches, waits and flights
 
     @property
     def us(self):
-        """As built: one step after the other."""
+        """The time as built: one step after the other."""
         return sum(self.steps.values()) + self.fixed
 
     @property
     def overlapped_us(self):
-        """As if all steps ran beside the longest of them: not built."""
+        """The time if all steps ran beside the longest one, which is not built."""
         return max(self.steps.values()) + self.fixed
 
 
@@ -124,7 +124,7 @@ def _us(size, rate):
 
 
 def _halves(kind, ranks, tokens, near, far):
-    # Both; the messages for other nodes are stored into the staging area.
+    # Both halves. Messages for other nodes are stored into the staging area.
     each = tokens * touched(ranks, ranks * LOCAL_EXPERTS) / ranks * kind.message
     local = tokens * kind.read + (1 + far) * each
     first = max(_us(local, kind.rate), _us(near * each, NVLINK))
@@ -133,7 +133,7 @@ def _halves(kind, ranks, tokens, near, far):
 
 
 def direct(ranks, tokens, kind, per_node=RANKS_PER_NODE, nvlink=False):
-    """One message per (token, rank); the far ones are staged, and put from there.
+    """Sends one message per (token, rank); far ones are staged, and put from there.
 
     With `nvlink` nodes are forced: puts to one rank are stores over NVLink.
     """
@@ -147,10 +147,10 @@ def direct(ranks, tokens, kind, per_node=RANKS_PER_NODE, nvlink=False):
 
 
 def hierarchical(ranks, tokens, kind):
-    """One per (token, node), to the rank there with the sender's place in the node.
+    """Sends one message per (token, node), to the rank with the sender's place there.
 
-    Staged for each rank all the same, then gathered. That rank stores what comes from
-    all nodes into the windows of its own.
+    Messages are still staged for each rank, and then gathered. The receiving rank
+    stores what arrives from all nodes into the windows of its own node.
     """
     nodes, near = ranks // RANKS_PER_NODE, RANKS_PER_NODE - 1
     others = nodes - 1
@@ -159,7 +159,7 @@ def hierarchical(ranks, tokens, kind):
     bundle = tokens * touched(nodes, ranks * LOCAL_EXPERTS) / nodes * kind.message
     # A bundle has a table, and cells for every rank there.
     requests = others * (2 * SHARES + 1 + kind.cells * RANKS_PER_NODE)
-    relayed = others * (bundle + each)  # read, and those for the relay itself
+    relayed = others * (bundle + each)  # bytes read, and written for the relay itself
     steps = {
         "first half": first,
         "gather": _us(2 * others * bundle, COPY),
@@ -172,7 +172,7 @@ def hierarchical(ranks, tokens, kind):
 
 
 def recorded():
-    """Rows (op, T, measured us) of 2 H200s with one rank a node, puts over NVLink."""
+    """Returns (op, T, measured us) of 2 H200s as two nodes, with puts over NVLink."""
     found = sorted(RESULTS.glob("nodes-h200x2-*.json"))
     rows = json.loads(found[-1].read_text())["rows"]
     return [
@@ -183,18 +183,18 @@ def recorded():
 
 
 def over_nvlink(op, tokens, per_node=1):
-    """The same by the model; with two ranks a node, of a call in halves."""
+    """Returns the model's load for 2 ranks; with two per node, of a call in halves."""
     kind = dispatch() if op == "dispatch" else combine(in_halves=per_node == 2)
     return direct(2, tokens, kind, per_node=per_node, nvlink=True)
 
 
 def block_bytes(ranks, tokens, pending_calls, most=1.0, most_bundled=1.0):
-    """Of what a rank allocates: window, staging area, inboxes and bundles.
+    """Returns the bytes that a rank allocates: window, staging area, inboxes, bundles.
 
-    As xla_ffi/protocol has it (window.h, internode.h, bundle.h), without what does not
-    grow with calls in flight. `most`: of the messages of a region, as many have room.
+    As in xla_ffi/protocol (window.h, internode.h, bundle.h), without what does not grow
+    with calls in flight. `most` is the share of a region's messages that have room.
     """
-    # Two regions for short calls even with none pending: ffi/window_sizes.h.
+    # Short calls have two regions even with none pending: ffi/window_sizes.h.
     depth = max(2 if tokens <= 512 else 1, pending_calls + 1)
     nodes, cell = ranks // RANKS_PER_NODE, 16
     sent, back = dispatch_bytes("bf16"), _combine_bytes(TOP_K)
@@ -208,7 +208,7 @@ def block_bytes(ranks, tokens, pending_calls, most=1.0, most_bundled=1.0):
     region = most * tokens * (sent + back) + small + cell * (few + few_back)
     table = 16 + tokens * RANKS_PER_NODE * 4
     bundles = 2 * nodes * (most_bundled * tokens * sent + table)
-    bundles += ranks * cell * (flags + counts)  # also to be passed on
+    bundles += ranks * cell * (flags + counts)  # these are passed on as well
     return depth * (ranks * (2 * region + small) + bundles)
 
 
@@ -217,7 +217,7 @@ def _number(value):
 
 
 def record(table):
-    """The model beside what was measured."""
+    """Makes the table of the model beside what was measured."""
     rows = []
     for op, tokens, us in recorded():
         load = over_nvlink(op, tokens)
@@ -228,7 +228,7 @@ def record(table):
 
 
 def steps(tokens, table):
-    """Where the time goes in groups that windows serve today."""
+    """Makes the table of where the time goes, in groups of sizes that windows serve."""
     names = ("first half", "gather", "puts", "relay", "second half")
     rows = []
     for ranks in (16, 32):
@@ -243,7 +243,7 @@ def steps(tokens, table):
 
 
 def sends(tokens, table):
-    """Both ways to send a dispatch, and a combine, of so many tokens per rank."""
+    """Makes the table of both ways to send a dispatch, and of a combine."""
     rows = []
     for kind in (dispatch(), dispatch("fp8_block128"), combine()):
         for ranks in RANKS:
@@ -270,11 +270,11 @@ def sends(tokens, table):
 
 
 def memory(table):
-    """Of a rank, as it is now and with regions for as many as come on average."""
+    """Makes the table of a rank's memory, as built and with smaller regions."""
     rows = []
     for ranks in RANKS:
         nodes, experts = ranks // RANKS_PER_NODE, ranks * LOCAL_EXPERTS
-        # Half as much again as the mean, for routings that are not even.
+        # Room for 1.5 times the mean, since real routing is uneven.
         few = [min(1, 1.5 * touched(n, experts) / n) for n in (ranks, nodes)]
         cells = [ranks]
         for tokens in (128, 4096):
@@ -289,7 +289,7 @@ def memory(table):
 
 
 def parts(table):
-    """The generated parts of docs/scale_tables.md, by name."""
+    """Returns the generated parts of docs/scale_tables.md, by name."""
     return {
         "record": record(table),
         "long": sends(4096, table),

@@ -1,14 +1,14 @@
-"""The table of the test suites recorded on GPUs.
+"""Makes the table of test suites recorded on GPUs.
 
-Of each transport and number of devices the newest of benchmarks/results.
+It has the newest record in benchmarks/results of each transport and number of devices.
 """
 
 import itertools
 
 
 def name(data):
-    """The transport of a suite, and over how many processes and forced nodes it ran."""
-    # A record without a transport is collective's.
+    """Names a suite: its transport, processes, forced nodes and chosen files."""
+    # A record that names no transport is of collective.
     parts = [f"`{data.get('transport', 'collective')}`"]
     if data.get("processes"):
         shared = data["devices"]["count"] < data["processes"]
@@ -24,19 +24,22 @@ def name(data):
 
 
 def asked_files(arguments):
-    """The tests' files that a suite was asked for; none if for all."""
+    """Returns the test files that were requested of a suite; none if all were."""
     _, found, rest = " ".join(arguments).partition("--files ")
     words = rest.split() if found else []
     return list(itertools.takewhile(lambda word: not word.startswith("-"), words))
 
 
 def cut_off(data):
-    """The files of a suite that did not come to their end; of some, parts are named."""
+    """Returns the files of a suite that did not finish, even if only parts of them."""
     return {file.split()[0] for file in data.get("not_run", ())}
 
 
 def on_gpus(records, table):
-    """The table, or nothing; `records(prefix)` are those of results, oldest first."""
+    """Makes the table, or "" if there is nothing to show.
+
+    `records(prefix)` returns those of benchmarks/results, oldest first.
+    """
     newest = {
         (data["devices"]["kind"], name(data), data["devices"]["count"]): data
         for data in records("suite")

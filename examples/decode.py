@@ -1,16 +1,18 @@
-"""Decodes with a stack of expert layers whose tokens travel, or weights lie, quantised.
+"""Decodes with a stack of expert layers, with quantised tokens or weights.
 
     python examples/decode.py [--format nvfp4] [--steps 32] [--no-graphs]
     python examples/decode.py --format bf16 --weights mxfp4
 
-A few tokens per rank and step, as in serving: one jitted `lax.scan` over the steps
-holds the key-value cache, attention, and `jax_ep.moe_ffn`. All shapes are static and
-nothing asks the host, so that on GPUs XLA captures a step in CUDA graphs; --no-graphs
-shows what that saves. With `--weights` experts' weights are codes, quantised once.
-Weights are random: what is shown is the loop, its speed and where the time goes, and
+It decodes a few tokens per rank and step, as in serving: one jitted `lax.scan` over the
+steps has the key-value cache, attention, and `jax_ep.moe_ffn`. All shapes are static
+and nothing waits for the host, so that on GPUs XLA captures a step in CUDA graphs;
+--no-graphs shows what that saves. With `--weights` the experts' weights are codes,
+quantised once.
+
+Weights are random. The example shows the loop, its speed and where the time goes, and
 how far rounding moves the logits from those of the model in bfloat16. Most move little.
-Those of a token move far where it turns a near tie of a router, so that another expert
-answers: these are counted apart.
+A token's logits move far if rounding decides a near tie in a router, so that it goes to
+another expert; such tokens are counted separately.
 """
 
 import argparse
@@ -31,7 +33,7 @@ BYTES, HIDDEN, INNER, HEADS, BLOCKS, TOP_K = 256, 128, 128, 4, 2, 2
 
 
 def make_params(key, experts):
-    """Random bfloat16 parameters of the whole model."""
+    """Draws random bfloat16 parameters for the whole model."""
 
     def normal(shape, fan_in):
         nonlocal key
@@ -57,14 +59,14 @@ def make_params(key, experts):
 
 
 def with_codes(mesh, params, weights):
-    """The parameters with experts' weights in a format, and how all lie on the mesh."""
+    """Returns parameters with experts' weights in a format, and specs of them all."""
     specs = jax.tree_util.tree_map_with_path(
         lambda path, _: P("ep") if path[-1].key in ("gate_up", "down") else P(), params
     )
     if weights == "bf16":
         return params, specs
     quantize = functools.partial(jax_ep.experts.quantize_weights, format=weights)
-    # Each rank its own experts, once.
+    # Each rank quantises its own experts, once.
     quantize = jax.jit(
         jax.shard_map(quantize, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     )
@@ -81,7 +83,7 @@ def normalise(x):
 
 
 def attend(block, x, cache, step):
-    """One position's attention over `cache` `[2, n, steps, heads, size]`."""
+    """Attends from one position over `cache` `[2, n, steps, heads, size]`."""
     n = x.shape[0]
     qkv = (normalise(x) @ block["qkv"]).reshape(n, 3, HEADS, HIDDEN // HEADS)
     cache = cache.at[:, :, step].set(jnp.moveaxis(qkv[:, 1:], 1, 0))
@@ -93,18 +95,18 @@ def attend(block, x, cache, step):
 
 
 def choose(block, rows):
-    """As the router of `jax_ep.moe_ffn` does, here to see what it decides."""
+    """Routes as `jax_ep.moe_ffn` does; done here to see what the router decides."""
     operands = rows.astype(jnp.float32), block["moe"]["router"].astype(jnp.float32)
     logits = jnp.dot(*operands, precision=jax.lax.Precision.HIGHEST)
     return jax_ep.router.route(logits, TOP_K)
 
 
 def decode(ep, steps, moe_ffn, params, prompt, given=None):
-    """Inside shard_map: of bytes `[n]` what follows, by sequence and step.
+    """Decodes what follows the bytes `prompt` `[n]`. Runs inside shard_map.
 
-    Bytes `[n, steps]`, logits `[n, steps, 256]` and experts `[n, steps, BLOCKS, K]`.
-    With `given` `[n, steps]` these follow, whatever the logits say.
-    `moe_ffn(ep, rows, params, routing)` is a layer's.
+    Returns bytes `[n, steps]`, logits `[n, steps, 256]` and experts
+    `[n, steps, BLOCKS, K]`. With `given` `[n, steps]`, these bytes follow instead of
+    the most likely ones. `moe_ffn(ep, rows, params, routing)` computes a layer.
     """
     n = prompt.shape[0]
     shape = (BLOCKS, 2, n, steps, HEADS, HIDDEN // HEADS)
@@ -133,7 +135,7 @@ def decode(ep, steps, moe_ffn, params, prompt, given=None):
 
 
 def whole(ep, rows, params, routing):
-    """A layer."""
+    """A whole expert layer."""
     quantised = "experts" in params
     run = jax_ep.experts.fp8 if quantised else None
     return jax_ep.moe_ffn(ep, rows, params, routing=routing, experts=run)[0]
@@ -142,7 +144,7 @@ def whole(ep, rows, params, routing):
 def exchange_alone(ep, rows, params, routing):
     """A layer whose experts do nothing."""
     local = ep.config.num_experts // ep.ep_size
-    # Of any F: nothing reads them.
+    # F may be anything, since nothing reads them.
     none = {
         "router": params["router"],
         "gate_up": jnp.zeros((local, HIDDEN, 2, 1), rows.dtype),
@@ -157,7 +159,7 @@ def exchange_alone(ep, rows, params, routing):
 
 
 def no_layer(ep, rows, params, routing):
-    """What the rest of the model costs."""
+    """No layer: times the rest of the model."""
     del ep, params, routing
     return rows
 
@@ -165,8 +167,8 @@ def no_layer(ep, rows, params, routing):
 def run(mesh, name, steps, n, given=None, seed=0, weights="bf16", parts=False):
     """Decodes; returns the bytes, every step's logits and experts, and us per step.
 
-    `name` is the dispatch format, `weights` that of experts' weights. With `parts` the
-    time is a dict: of the whole, of its layers' exchange and of their experts.
+    `name` is the dispatch format, `weights` the format of experts' weights. With
+    `parts` the time is a dict: of everything, of the exchange and of the experts.
     """
     experts = 4 * mesh.size
     params = make_params(jax.random.key(seed), experts)
@@ -208,10 +210,10 @@ def run(mesh, name, steps, n, given=None, seed=0, weights="bf16", parts=False):
 
 
 def compare(logits, experts, other_logits, other_experts):
-    """What moved, by sequence and step.
+    """Returns what moved, by sequence and step.
 
-    The largest difference of a token's logits as a share of the largest of them, and
-    whether it went to another expert in any block.
+    That is the largest difference of a token's logits over the largest logit, and
+    whether the token went to another expert in any block.
     """
     errors = np.abs(other_logits - logits).max(-1) / np.abs(logits).max(-1)
     moved = np.sort(other_experts, -1) != np.sort(experts, -1)
@@ -219,7 +221,7 @@ def compare(logits, experts, other_logits, other_experts):
 
 
 def describe(errors, rerouted):
-    """`compare`'s findings in words."""
+    """Describes the findings of `compare` in words."""
     yield "how far a token's logits moved, as a share of the largest of them:"
     for what, part in (
         ("all tokens", errors),
@@ -233,8 +235,8 @@ def describe(errors, rerouted):
 
 
 def ask_for_graphs(wanted):
-    """Before JAX starts its backend, which reads XLA's flags once."""
-    kinds = "--xla_gpu_enable_command_buffer="  # of none
+    """Sets XLA's flags for CUDA graphs, which JAX reads when its backend starts."""
+    kinds = "--xla_gpu_enable_command_buffer="  # no kinds of operations
     flag = "--xla_gpu_graph_min_graph_size=1" if wanted else kinds
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
@@ -256,7 +258,7 @@ def main(arguments=None):
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
     sizes = args.steps, args.tokens
     plain = run(mesh, "bf16", *sizes, parts=True)
-    # With the same bytes, so that every step can be compared.
+    # Decodes the same bytes, so that every step can be compared.
     quantised = run(
         mesh, args.format, *sizes, plain[0], weights=args.weights, parts=True
     )
@@ -268,11 +270,11 @@ def main(arguments=None):
         print(f"    of it {', '.join(shares)}; {tokens[0, :8]} ...")
     errors, rerouted = compare(*plain[1:3], *quantised[1:3])
     print("\n".join(describe(errors, rerouted)))
-    # Of 4-bit formats it is 8%; a wrong row moves a token's logits by their own size.
+    # It is 8% with 4-bit formats; a wrong row moves a token's logits by their own size.
     return 0 if np.median(errors) < 0.2 else 1
 
 
 if __name__ == "__main__":
-    # Changes the CPU platform alone.
+    # Only affects the CPU platform.
     jax.config.update("jax_num_cpu_devices", 8)
     sys.exit(main())

@@ -3,10 +3,10 @@
     python examples/deepseek_block.py              a small one, beside the dense formula
     python examples/deepseek_block.py --size v3    of the model's own sizes, on GPUs
 
-The block runs in a `jax.shard_map` of its own, as trainers have one for other reasons.
-Its router is a sigmoid with groups and with a bias that balances the experts without a
-loss; beside the routed experts there is a shared one. At the model's sizes tokens cross
-in fp8, with one scale for each 128 elements, and sums come back in bfloat16.
+The block runs in a `jax.shard_map` of its own, as in trainers that have one for other
+reasons. Its router is a sigmoid with groups, and with a bias that balances the experts
+without a loss; beside the routed experts there is a shared one. At the model's sizes
+tokens travel in fp8, with one scale per 128 elements, and sums come back in bfloat16.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import jax_ep
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """As DeepSeek-V3's config.json names them."""
+    """Sizes, named as in DeepSeek-V3's config.json."""
 
     hidden_size: int
     moe_intermediate_size: int
@@ -66,7 +66,7 @@ BATCH = P(("data", "expert"))
 
 
 def init(config, key):
-    """Weights of one block."""
+    """Draws the weights of one block."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     experts, shared = config.n_routed_experts, config.n_shared_experts * inner
     shapes = {
@@ -83,7 +83,7 @@ def init(config, key):
         name: (jax.random.normal(k, shape) / shape[-2] ** 0.5).astype(config.dtype)
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
-    # The choice among nearly equal scores depends on the router's precision.
+    # Which of two nearly equal scores is chosen depends on the router's precision.
     params["router"] = params["router"].astype(jnp.float32)
     return params | {"norm": jnp.ones(hidden, config.dtype)}
 
@@ -142,7 +142,7 @@ def rms_norm(x, scale, eps):
 
 
 def dense(config, params, bias, x):
-    """The same with every expert on every token."""
+    """Computes the same, with every expert on every token."""
     normed = rms_norm(x, params["norm"], config.rms_norm_eps)
     routing = route(config, params["router"], bias, normed)
     tokens = normed.reshape(-1, x.shape[-1])
@@ -156,7 +156,7 @@ def dense(config, params, bias, x):
 
 
 def make_mesh(config):
-    """As many ranks of experts as divide them, the other devices on "data"."""
+    """Makes a mesh with ranks that divide the experts, the other devices on "data"."""
     devices = jax.device_count()
     ranks = math.gcd(max(devices // 2, 1), config.n_routed_experts)
     return jax.make_mesh(
@@ -167,7 +167,7 @@ def make_mesh(config):
 
 
 def main(arguments=None):
-    """A few steps of the bias, and gradients beside the dense formula's."""
+    """Makes a few steps of the bias; compares gradients with the dense formula's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--sequence", type=int, default=16)

@@ -2,12 +2,12 @@
 
     python examples/fewer_ranks.py [--processes 4] [--steps 12] [--kill-at 7]
 
-On CPUs: one process per rank, started by this one. The last is killed in the middle of
-a step. That leaves the others waiting in a collective of XLA's, so all are ended, and
-one fewer starts from the last checkpoint: it has weights by expert and the loads that
-were measured, so that jax_ep.placement.balance can place the experts on any number of
-ranks. Batches follow from the number of the step. The curve is compared with that of a
-run in one process that nobody kills; the command exits 1 if they differ.
+It runs on CPUs, with one process per rank, started by this one. The last is killed in
+the middle of a step. That leaves the others waiting in a collective of XLA, so all are
+ended, and one fewer start from the last checkpoint. It has weights by expert and the
+measured loads, so that jax_ep.placement.balance can place the experts on any number of
+ranks. Batches follow from the number of the step. The loss curve is compared with that
+of a run in one process that nobody kills; the command exits 1 if they differ.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 12, 16, 16, 2, 96
-RATE, EVERY = 2.0, 2  # of learning; steps between checkpoints
-TOLERANCE = 1e-4  # of a loss, relative: sums over ranks are in another order
+RATE, EVERY = 2.0, 2  # learning rate; steps between checkpoints
+TOLERANCE = 1e-4  # relative to a loss: sums over ranks are in another order
 SPECS = {"router": P(), "gate_up": P("ep"), "down": P("ep")}
 
 
 def first_state():
-    """Of step 0: weights by expert, and loads that say nothing."""
+    """Returns the state before step 0: weights by expert, and equal loads."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -52,20 +52,20 @@ def first_state():
 
 
 def batch(step):
-    """Of two in turn, so that the loss falls from the first step on."""
+    """Returns one of two batches in turn, so that the loss falls from the start."""
     tokens = np.random.default_rng(step % 2).standard_normal((TOKENS, HIDDEN))
     return tokens.astype(np.float32), np.roll(tokens, 1, axis=1).astype(np.float32)
 
 
 def save(path, state):
-    """Whole or not at all: a process may be killed here, too."""
+    """Saves the state as a whole or not at all: a process may be killed here, too."""
     with open(path.with_suffix(".new"), "wb") as file:
         np.savez(file, **state)
     os.replace(path.with_suffix(".new"), path)
 
 
 def train(folder, steps, kill_at=None, devices=None):
-    """Trains from the checkpoint in `folder` on these devices, by default on all."""
+    """Trains from the checkpoint in `folder`, by default on all devices."""
     path = folder / "checkpoint.npz"
     state = dict(np.load(path)) if path.exists() else first_state()
     devices = devices or jax.devices()
@@ -115,7 +115,7 @@ def train(folder, steps, kill_at=None, devices=None):
         if jax.process_index() == 0:
             with (folder / "curve.txt").open("a") as curve:
                 curve.write(f"{step} {ranks} {float(value):.7f}\n")
-        if (step + 1) % EVERY == 0:  # in all processes, which gather what each has
+        if (step + 1) % EVERY == 0:  # in all processes, which gather their parts
             whole = multihost_utils.process_allgather(params, tiled=True)
             rows = jax_ep.stats.summary(load, placement=placement).expert_rows
             if jax.process_index() == 0:
@@ -157,7 +157,7 @@ def run_processes(count, folder, steps, kill_at):
             codes = [process.poll() for process in started]
             failed = [i for i, code in enumerate(codes) if code]
             if failed:
-                # The others fail or wait for it, depending on where they are.
+                # The others fail or wait for that one, depending on where they are.
                 killed = [i for i in failed if codes[i] == -signal.SIGKILL]
                 return (killed or failed)[0]
             if None not in codes:

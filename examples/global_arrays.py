@@ -2,8 +2,8 @@
 
     python examples/train.py --layer sharded
 
-Everything is a global array under one `jax.jit`; only the matmuls, whose group sizes
-differ from rank to rank, stand in a `jax.shard_map`.
+All arrays are global under one `jax.jit`. Only the matmuls, whose group sizes differ
+from rank to rank, are in a `jax.shard_map`.
 """
 
 import jax
@@ -15,9 +15,9 @@ import jax_ep.flax
 
 
 class ShardedMoE(jax_ep.flax.MoE):
-    """`jax_ep.flax.MoE`'s parameters; dispatch, experts and combine spelled out.
+    """A layer with the parameters of `jax_ep.flax.MoE`, spelled out on global arrays.
 
-    Softmax top-k and routed experts alone.
+    It only has a softmax top-k router and routed experts.
     """
 
     def __call__(self, x, *, return_aux=True):
@@ -48,7 +48,7 @@ class ShardedMoE(jax_ep.flax.MoE):
 
 
 def experts(rows, gate_up, down, group_sizes):
-    """SwiGLU experts of one rank."""
+    """Runs the SwiGLU experts of one rank."""
     wide = gate_up.reshape(*gate_up.shape[:2], -1)
     both = jax.lax.ragged_dot(rows, wide, group_sizes)
     gate, up = jax.numpy.split(both, 2, axis=-1)

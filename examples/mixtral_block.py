@@ -22,7 +22,7 @@ import jax_ep
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """As Mixtral's config.json names them."""
+    """Sizes, named as in Mixtral's config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -47,7 +47,7 @@ SPECS = {
 
 
 def init(config, key):
-    """Weights of one block: `w1` is SwiGLU's gate, `w3` its up and `w2` its down."""
+    """Draws the weights of one block: SwiGLU's gate `w1`, up `w3` and down `w2`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     experts = config.num_local_experts
     shapes = {
@@ -65,7 +65,7 @@ def init(config, key):
 
 
 def block(config, mesh, params, x):
-    """`x + experts(norm(x))` for x `[batch, sequence, hidden]`."""
+    """Returns `x + experts(norm(x))` for x `[batch, sequence, hidden]`."""
     normed = rms_norm(x, params["norm"], config.rms_norm_eps)
     weights, ids = route(config, params["gate"], normed)
     experts = {name: params[name] for name in ("w1", "w2", "w3")}
@@ -84,14 +84,14 @@ def block(config, mesh, params, x):
 
 
 def swiglu(params, rows, group_sizes, expert_of_row):
-    """The experts of one rank, on rows grouped by expert."""
+    """Runs the experts of one rank on rows grouped by expert."""
     gate = jax.lax.ragged_dot(rows, params["w1"], group_sizes)
     up = jax.lax.ragged_dot(rows, params["w3"], group_sizes)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["w2"], group_sizes)
 
 
 def route(config, gate, x):
-    """Softmax over the chosen experts' logits, in float32."""
+    """Routes by a softmax over the chosen experts' logits, in float32."""
     logits = (x @ gate).astype(jnp.float32)
     chosen, ids = jax.lax.top_k(logits, config.num_experts_per_tok)
     return jax.nn.softmax(chosen), ids
@@ -104,7 +104,7 @@ def rms_norm(x, scale, eps):
 
 
 def dense(config, params, x):
-    """The same with every expert on every token."""
+    """Computes the same, with every expert on every token."""
     normed = rms_norm(x, params["norm"], config.rms_norm_eps)
     weights, ids = route(config, params["gate"], normed)
     dot = functools.partial(jnp.einsum, "bsh,ehf->bsef", normed)
@@ -115,7 +115,7 @@ def dense(config, params, x):
 
 
 def make_mesh(config):
-    """As many ranks of experts as divide them, the other devices on "fsdp"."""
+    """Makes a mesh with ranks that divide the experts, the other devices on "fsdp"."""
     devices = jax.device_count()
     ranks = math.gcd(max(devices // 2, 1), config.num_local_experts)
     return jax.make_mesh(
@@ -126,7 +126,7 @@ def make_mesh(config):
 
 
 def main(arguments=None):
-    """Gradients of one block; the small one is compared with the dense formula."""
+    """Takes a block's gradients; the small one is compared with the dense formula."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--sequence", type=int, default=16)

@@ -1,7 +1,7 @@
 """A byte-level mixture-of-experts transformer in Flax NNX, for train.py.
 
-Its expert layers are of whatever class it is given: `jax_ep.flax.MoE`, the layer on
-`jax_ep.sharded` (global_arrays.py), or `DenseMoE`, which uses no jax_ep call.
+Its expert layers can be of several classes: `jax_ep.flax.MoE`, the layer on
+`jax_ep.sharded` (global_arrays.py), or `DenseMoE`, which makes no jax_ep call.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the model and its batch, over all devices."""
+    """Sizes of the model and its batch, over all devices."""
 
     experts: int = 16
     top_k: int = 2
@@ -29,7 +29,7 @@ class Sizes:
 
 
 class Report(NamedTuple):
-    """Of a dense layer, by the names of `jax_ep.MoEAux`."""
+    """What a dense layer reports, named as in `jax_ep.MoEAux`."""
 
     balance_loss: jax.Array
     load: jax.Array
@@ -68,7 +68,7 @@ class DenseMoE(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then experts."""
+    """One block of the model: attention, then experts."""
 
     def __init__(self, sizes, make_moe, rngs):
         self.heads = sizes.heads
@@ -91,7 +91,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Bytes `[sequences, length]` to logits `[sequences, length, 256]`."""
+    """The model: bytes `[sequences, length]` to logits `[sequences, length, 256]`."""
 
     def __init__(self, sizes, make_moe, rngs):
         self.embed = nnx.Embed(BYTES, sizes.hidden, rngs=rngs)
@@ -105,7 +105,7 @@ class Model(nnx.Module):
         self.head = nnx.Linear(sizes.hidden, BYTES, use_bias=False, rngs=rngs)
 
     def __call__(self, text, codes=None):
-        """`codes` are those of each block's experts, made before: quantize_weights."""
+        """Runs the model; `codes` are each block's, made by `quantize_weights`."""
         x = self.embed(text) + self.position[...]
         reports = []
         for index, block in enumerate(self.blocks):
@@ -116,7 +116,7 @@ class Model(nnx.Module):
 
 
 def loss(model, text, codes=None, balance_weight=1e-2):
-    """(loss to minimise, (nats a byte, what the expert layers reported))."""
+    """Returns (loss to minimise, (nats per byte, what the expert layers report))."""
     logits, reports = model(text[:, :-1], codes)
     logs = jax.nn.log_softmax(logits)
     nats = -jnp.mean(jnp.take_along_axis(logs, text[:, 1:, None], axis=-1))

@@ -4,10 +4,10 @@
     python examples/rebalance.py --plot maps  also writes maps/*.png (needs matplotlib)
 
 Each rank has one place more than its share of the experts. Loads are measured with
-jax_ep.stats; from time to time jax_ep.placement.balance chooses new places, and copies
-for the busiest experts, and the weights move there between two steps. The step is
-compiled once. Beside it runs the same layer without copies: the losses are equal, and
-the command exits 1 if they are not, or if ranks are not more even afterwards.
+jax_ep.stats. From time to time jax_ep.placement.balance chooses new places, with copies
+of the busiest experts, and the weights move there between two steps. The step is
+compiled once. The same layer without copies runs beside it. The command exits 1 if the
+losses are not equal, or if a move does not make ranks more even.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 HIDDEN, INNER, TOP_K, TOKENS, LOCAL = 64, 32, 2, 64, 4
-TOLERANCE = 1e-5  # of a loss, relative; a GPU may sum larger groups in another order
+TOLERANCE = 1e-5  # relative to a loss; a GPU may sum larger groups in another order
 
 
 def make_params(rng, experts):
@@ -38,14 +38,14 @@ def make_params(rng, experts):
 
 
 def traffic(rng, router, popularity, count):
-    """Tokens like what the router's experts want, some experts more than others."""
+    """Draws tokens that the router sends to some experts more than to others."""
     wanted = rng.choice(len(popularity), count, p=popularity / popularity.sum())
     tokens = 3 * router[:, wanted].T + 0.5 * rng.standard_normal((count, HIDDEN))
     return tokens.astype(np.float32)
 
 
 def make_step(ep):
-    """One step: the loss, and the load so far."""
+    """Makes one step, which returns the loss and the load so far."""
 
     def body(params, placement, tokens, wanted):
         y, aux = jax_ep.moe_ffn(ep, tokens, params, placement=placement)
@@ -66,7 +66,7 @@ def make_step(ep):
 
 
 SPECS = {"router": P(), "gate_up": P("ep"), "down": P("ep")}
-MOVED = ("gate_up", "down")  # what is by place
+MOVED = ("gate_up", "down")  # parameters in the order of places
 
 
 def parse(arguments):
@@ -100,7 +100,7 @@ def main(arguments=None):
     params = jax.device_put(params, shardings)
     router = np.asarray(params["router"])
 
-    # Before anything is known all experts count as equal.
+    # Before loads are known, all experts count as equal.
     placement = jax_ep.placement.balance(np.ones(experts), slots, ep_size=ranks)
     own = {name: placement.gather(params[name]) for name in MOVED}
     steps = make_step(plain), make_step(ep)
@@ -147,7 +147,7 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    # Changes the CPU platform alone.
+    # Only affects the CPU platform.
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_default_matmul_precision", "highest")
     sys.exit(main())

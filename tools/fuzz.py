@@ -4,9 +4,8 @@
 
 Builds tests/cc with AddressSanitizer, UBSan and coverage, fuzzes each target for its
 share of the time from the corpus in tests/cc/corpus, and writes
-benchmarks/results/fuzz-<date>.json. `--corpus` also puts a small corpus of what was
-found in the place of the old one. Ends with 1 where an input failed; it is kept in
-the build folder.
+benchmarks/results/fuzz-<date>.json. `--corpus` also replaces the corpus by a small one
+of what was found. Exits 1 if an input failed; the input is kept in the build folder.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def build(folder):
 
 
 def engine(folder):
-    """What drives the targets: libFuzzer where clang has built them."""
+    """Names what drives the targets: libFuzzer if clang has built them."""
     cache = (folder / "CMakeCache.txt").read_text()
     compiler = re.search(r"^CMAKE_CXX_COMPILER:\w+=(.*)$", cache, re.MULTILINE)[1]
     told = subprocess.run([compiler, "--version"], capture_output=True, text=True)
@@ -51,7 +50,7 @@ def engine(folder):
 
 
 def fuzz(folder, target, seconds, seed, driver):
-    """One target's run, as its engine tells it."""
+    """Fuzzes one target; returns what its engine reports."""
     merged = folder / f"{target}-corpus"
     shutil.rmtree(merged, ignore_errors=True)
     merged.mkdir(parents=True)
@@ -63,22 +62,22 @@ def fuzz(folder, target, seconds, seed, driver):
 
 
 def run_own(command, merged, corpus, folder):
-    """Whether an input failed, and what driver.cc says of the run."""
+    """Runs driver.cc; returns whether an input failed, and what it reports."""
     done = started([*command, f"-merge_to={merged}", str(corpus)], folder)
     failed = done.returncode != 0
     return failed, {} if failed else json.loads(done.stdout.splitlines()[-1])
 
 
 def run_libfuzzer(command, merged, corpus, folder):
-    """Likewise; it writes what it finds into the first corpus, which is a scratch one.
+    """Does the same with libFuzzer, which writes what it finds to a scratch corpus.
 
-    Another run makes a small corpus of both.
+    Another run merges the two into a small corpus.
     """
     scratch = folder / f"{merged.name}-scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     start, busy = time.monotonic(), cpu_seconds()
-    # It tells all on stderr.
+    # It reports everything on stderr.
     command = [*command, "-print_final_stats=1", str(scratch), str(corpus)]
     done = started(command, folder, stderr=subprocess.STDOUT)
     seconds = round(time.monotonic() - start, 1)
@@ -106,13 +105,13 @@ def run_libfuzzer(command, merged, corpus, folder):
 
 
 def cpu_seconds():
-    """Of the processes that have ended."""
+    """Returns the CPU time of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def started(command, folder, **options):
-    """The ended process."""
+    """Runs a command and returns the completed process."""
     print(" ".join(command), flush=True)
     return subprocess.run(
         command, cwd=folder, stdout=subprocess.PIPE, text=True, **options
@@ -134,7 +133,7 @@ def main(arguments=None):
     parser.add_argument("--corpus", action="store_true", help="renew tests/cc/corpus")
     args = parser.parse_args(arguments)
     folder = (args.build or recording.ROOT / "build" / "fuzz").resolve()
-    commit = recording.commit()  # of the sources that are built
+    commit = recording.commit()  # read first: it is that of the sources to be built
     build(folder)
     share = args.minutes * 60 / sum(TARGETS.values())
     driver = engine(folder)

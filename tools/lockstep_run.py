@@ -1,8 +1,7 @@
-"""Runs tests in several processes at once. For record_suite.py.
+"""Runs tests in several processes at once, for record_suite.py.
 
-In each pytest has the plugin tests/support/multiprocess_plugin.py.
-
-If the processes part or one dies, the test that they were at has failed, and they are
+In each process pytest has the plugin tests/support/multiprocess_plugin.py. If the
+processes part or one dies, the test that they were running has failed, and they are
 started again after it.
 """
 
@@ -19,8 +18,8 @@ import time
 from benchmarks.common import processes, recording
 
 TESTS = recording.ROOT / "tests"
-# The suite of what calls mean, the longest first; other tests start processes or look
-# at this one.
+# The tests of what calls mean, the longest first. Other tests start processes or depend
+# on this one.
 SEMANTICS = (
     "options_grads",
     "options",
@@ -39,22 +38,22 @@ SEMANTICS = (
     "grad_format",
     "bad_values",
 )
-# Between the end of one process by itself and that of the others by force.
+# From the end of one process until the others are killed.
 GRACE_S = 1.0
-# Less time than it takes to start the processes.
+# Not enough time to start the processes.
 FEW_S = 15.0
-TAIL = 6000  # characters of a log
+TAIL = 6000  # characters of a log that are kept
 
 
 def file_of(name):
-    """The file of tests `test_<name>.py`, in whichever folder it is."""
+    """Returns the file `test_<name>.py`, in whichever folder it is."""
     (file,) = TESTS.glob(f"*/test_{name}.py")
     return file
 
 
 @dataclasses.dataclass
 class Test:
-    """What a test came to: "passed", "skipped" or "failed", and why."""
+    """How a test ended: "passed", "skipped" or "failed", and why."""
 
     name: str
     outcome: str
@@ -64,11 +63,11 @@ class Test:
 
 @dataclasses.dataclass
 class Run:
-    """The tests that ran, in their order, and whether those were all."""
+    """The tests that ran, in order, and whether those were all."""
 
     tests: list[Test] = dataclasses.field(default_factory=list)
     complete: bool = False
-    log: str = ""  # of the process that ended badly, if one did
+    log: str = ""  # the ends of the processes' logs, if one ended badly
 
     @property
     def good(self):
@@ -80,12 +79,12 @@ def run(arguments, count, devices, folder, deadline, environment=None):
     """Runs pytest with `arguments` in `count` processes until `deadline`.
 
     Args:
-      arguments: of pytest.
-      count: processes.
-      devices: of each process: "2" of the CPU, "gpu1" GPUs.
-      folder: for logs, made here.
-      deadline: of time.monotonic().
-      environment: what is added to that of this process.
+      arguments: arguments of pytest.
+      count: the number of processes.
+      devices: those of each process: "2" is two CPU devices, "gpu1" one GPU.
+      folder: where logs go; it is made here.
+      deadline: a time of time.monotonic().
+      environment: what is added to this process's environment.
     """
     folder.mkdir(parents=True)
     found, first = Run(), 0
@@ -108,7 +107,7 @@ def run(arguments, count, devices, folder, deadline, environment=None):
             for process, code in enumerate(codes)
         )
         if last is None:
-            break  # they do not start
+            break  # they cannot start
         if time.monotonic() < deadline:
             words = " ".join(
                 line["apart"] for log in logs for line in log if "apart" in line
@@ -120,7 +119,7 @@ def run(arguments, count, devices, folder, deadline, environment=None):
 
 
 def _start_and_wait(arguments, count, devices, folder, left, first, environment):
-    """Returns how each process ended; None: it was ended by force."""
+    """Returns how each process ended; None if it was killed."""
     port = processes.free_port()
     command = [
         sys.executable,
@@ -133,7 +132,7 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
     command += ["-p", "no:cacheprovider"]
     command += ["-m", "not multiprocess and not exclusive", *arguments]
     shared = os.environ | {
-        # The order of sets of strings is the same in all.
+        # Makes the order of sets of strings the same in all processes.
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": os.pathsep.join(
             [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -162,8 +161,8 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
         end = time.monotonic() + left
         while any(process.poll() is None for process in started):
             codes = [process.poll() for process in started]
-            # pytest's 1 is a test that failed; its others, and signals, are no end that
-            # the others can go on from.
+            # pytest's 1 means that a test failed. After any other status, or a signal,
+            # the other processes cannot go on.
             if any(code not in (None, 0, 1) for code in codes):
                 end = min(end, time.monotonic() + GRACE_S)
             if time.monotonic() > end:
@@ -179,7 +178,7 @@ def _start_and_wait(arguments, count, devices, folder, left, first, environment)
 
 
 def _lines(path):
-    """What a process has written; its last line may be cut short."""
+    """Parses what a process has written; its last line may be cut short."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -190,7 +189,7 @@ def _lines(path):
 
 
 def _merged(logs):
-    """Tests that came to an end in all processes, and the one that did not, if any."""
+    """Returns the tests that ended in all processes, and the one that did not."""
     ends = [{line["ends"]: line for line in log if "ends" in line} for log in logs]
     begins = {line["begins"]: line for log in logs for line in log if "begins" in line}
     tests, open_test = [], None
@@ -200,7 +199,7 @@ def _merged(logs):
             open_test = begun
             break
         failed = [line for line in found if line["outcome"] == "failed"]
-        # Those in which it did not fail know only that others differ.
+        # Processes in which the test did not fail only know that others differ.
         chosen = max(failed or found, key=lambda line: len(line["message"]))
         seconds = max(line["seconds"] for line in found)
         tests.append(Test(begun["name"], chosen["outcome"], chosen["message"], seconds))

@@ -1,13 +1,13 @@
-"""Records what becomes of independent calls of one p2p handle that XLA may run at once.
+"""Records what happens to independent calls of one p2p handle if XLA may overlap them.
 
     python -m tools.record_concurrent [--limit-s 60]
 
 Runs tests/workers/graph_worker.py on the GPUs present with XLA's scheduling mode
-CONCURRENT of CUDA graphs, which runs side by side what nothing orders: once as it is,
-where jax_ep chains the calls of a program, and once without chaining, which
-JAX_CHECK_TRACER_LEAKS leaves out (docs/sharp_bits.md, "Calls of one p2p handle").
-Writes benchmarks/results/concurrent-<gpu>x<n>-<date>.json. Status: 1 if the chained
-calls were not right. What the others come to is only recorded.
+CONCURRENT for CUDA graphs, which runs side by side what nothing orders: once as it is,
+with jax_ep chaining the calls of a program, and once with JAX_CHECK_TRACER_LEAKS, which
+turns chaining off (docs/sharp_bits.md, "Calls of one p2p handle"). Writes
+benchmarks/results/concurrent-<gpu>x<n>-<date>.json. Exits 1 if the chained calls were
+not right. The outcome of the others is only recorded.
 """
 
 import argparse
@@ -28,7 +28,7 @@ UNCHAINED = {"JAX_CHECK_TRACER_LEAKS": "1"}
 
 
 def outcome(limit_s, **given):
-    """How the worker ends: "right", "wrong", "failed" or "no end"."""
+    """Runs the worker; returns its outcome "right", "wrong", "failed" or "no end"."""
     path = [str(recording.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | given | record_suite.SHARING_MEMORY
     env |= {"XLA_FLAGS": FLAGS, "JAX_EP_TEST_TRANSPORT": "p2p"}

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Records everything that is recorded on GPUs, on all GPUs of this machine: all steps one after the
-# other, or those given. Each ends within about LIMIT_S seconds (default 550) and leaves its records in
-# benchmarks/results, from which docs/generate.py writes the tables.
+# other, or those given. Each ends within about LIMIT_S seconds (default 550) and writes its records to
+# benchmarks/results, from which docs/generate.py makes the tables.
 #
 #   tools/record_gpu.sh [step]...
 #
 # Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
 # overlap grouped decode routers layer collective. A single GPU is shared by four processes. Needs
 # jax_ep built for these GPUs and installed for PYTHON (default python3), with the extra test; steps
-# limits, waits, kernels and p2p need nvcc. Status 1 if a step failed or ran out of time.
+# limits, waits, kernels and p2p need nvcc. Exits 1 if a step failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 limit=${LIMIT_S:-550}
 gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l)
 [ "$gpus" -gt 0 ] || { echo "nvidia-smi shows no GPU"; exit 2; }
-# Else a process takes most of each GPU, and those that a step starts find too little.
+# Otherwise one process takes most of each GPU, and those that a step starts find too little memory.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 
 counts=()
@@ -41,7 +41,7 @@ steps=("$@")
     overlap grouped decode routers layer collective)
 for step in "${steps[@]}"; do
   case $step in
-    # With the litmus test of the memory order.
+    # Includes the litmus test of the memory order.
     limits) run "$python" -m benchmarks.limits.gpu_limits ;;
     waits) run "$python" -m benchmarks.limits.launch_waits ;;
     kernels)

@@ -8,16 +8,17 @@
 
 The first form runs the suite over the transport of JAX_EP_TEST_TRANSPORT, on the GPUs
 of CUDA_VISIBLE_DEVICES. The second runs it over every transport on each number of GPUs,
-with one process per file of tests and --jobs processes side by side, SHARE of which
-take turns at the GPUs; it leaves out files that use no device. With --one-gpu it runs
-only the files of SHARING, whose tests start processes that share the GPU. The last form
-runs each file of SEMANTICS in several processes (lockstep_run.py), which share out the
-GPUs or, with --one-gpu, all have the first one; without GPUs each has a CPU device.
+with one process per test file and --jobs processes side by side, in groups of SHARE
+that take turns at the GPUs; it leaves out files that use no device. With --one-gpu it
+only runs the files of SHARING, whose tests start processes that share the GPU. The last
+form runs each file of SEMANTICS in several processes (lockstep_run.py). They divide the
+GPUs among them, or all use the first one with --one-gpu; without GPUs each has a CPU
+device.
 
-Each suite leaves suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, for
-SHARING suite-<transport>-shared-<device>x<n>-<date>.json. It names devices, JAX and
+Each suite writes suite-<transport>-[<p>proc-[<m>nodes-]]<device>x<n>-<date>.json, for
+SHARING suite-<transport>-shared-<device>x<n>-<date>.json. It has the devices, JAX and
 commit, which tests passed and failed, how many were skipped for which reason, and which
-files were not run because --limit-s was over: the record behind every claim that
+files were not run because --limit-s was over. It is the record behind every claim that
 something runs on a GPU. With --resume, all forms but the first run what the newest
 record of the same commit, devices and arguments has not run.
 """
@@ -39,23 +40,23 @@ from tools.suite_files import HOST_ONLY, LONG, P2P_ONLY, SHARING
 from tools.suite_record import REPORT_S, Suite, ended, heed_interrupts
 
 TRANSPORTS = ("p2p", "collective")
-# A test that takes longer than this writes where its threads stand.
+# A test that takes longer than this prints its threads' stacks.
 STUCK_S = 240
-# Less time than it takes to start one.
+# Not enough time to start a file.
 FEW_S = 10
 ALONE_S = 20  # for the exclusive tests of a file
 NOTHING_SELECTED = 5  # pytest's exit status
-# Processes in a group of which one at a time may use the GPUs. With small groups GPUs
-# switch between kernels that wait for each other; with one large group they idle, since
+# Processes in a group, of which one at a time may use the GPUs. With small groups GPUs
+# switch between kernels that wait for each other. With one large group they idle, since
 # each process waits behind all others after every compilation.
 SHARE = 5
-# Of processes side by side: the first of them would take most of a GPU's memory.
+# For processes side by side: otherwise the first takes most of a GPU's memory.
 SHARING_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def devices():
-    # In a process of its own: the suite is to find the devices free. Those of CPUs are
-    # as many as tests/conftest.py makes.
+    # In a process of its own, so that the suite finds the devices free. There are as
+    # many CPU devices as tests/conftest.py makes.
     code = (
         "import jax, json; jax.config.update('jax_num_cpu_devices', 8);"
         "d = jax.devices(); print(json.dumps("
@@ -69,13 +70,13 @@ def devices():
 
 
 def pytest_command(report, arguments):
-    """A command that leaves its report in the file `report`."""
+    """Returns a command that writes its report to the file `report`."""
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}"]
     return [*command, "-o", f"faulthandler_timeout={STUCK_S}", *arguments]
 
 
 def run_suite(arguments):
-    """One suite over one transport; pytest's exit status."""
+    """Runs one suite over one transport; returns pytest's exit status."""
     suite = Suite(os.environ.get("JAX_EP_TEST_TRANSPORT", "collective"), arguments)
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
@@ -91,18 +92,18 @@ def run_suite(arguments):
 
 @dataclasses.dataclass
 class Job:
-    """A file of tests, or a part of one, for one suite on some GPUs."""
+    """A test file, or a part of one, for one suite on some GPUs."""
 
     suite: Suite
     gpus: list
     file: pathlib.Path
     folder: pathlib.Path
-    turns: pathlib.Path  # of those it takes turns with
+    turns: pathlib.Path  # the folder of the group that it takes turns with
     part: str = "0/1"
     alone: bool = False  # the tests that need GPUs to themselves, or all others
 
     def arguments(self):
-        """Those of pytest."""
+        """Returns the arguments of pytest."""
         marked = "exclusive" if self.alone else "not exclusive"
         return [
             str(self.file),
@@ -114,7 +115,7 @@ class Job:
         ]
 
     def run(self, deadline):
-        """Runs it until `deadline`; whether no test of it failed."""
+        """Runs until `deadline`; returns whether no test failed."""
         file = self.file.name if self.part == "0/1" else f"{self.file.name} {self.part}"
         name = f"{self.suite.transport} on {len(self.gpus)}: {file}"
         left = deadline - time.monotonic()
@@ -155,7 +156,7 @@ class Job:
 
 
 def run_all(args, arguments, folder):
-    """Every transport on every number of GPUs, the largest first."""
+    """Runs every transport on every number of GPUs, the largest first."""
     here = devices()
     gpus = processes.visible_gpus(here["count"])
     if max(args.gpus) > len(gpus):
@@ -167,7 +168,7 @@ def run_all(args, arguments, folder):
         if file.name not in host_only
         and (not args.one_gpu or file.name.startswith(SHARING))
     ]
-    # The long ones first, so that none is left to the end alone.
+    # Long files come first, so that none is left alone at the end.
     files.sort(key=lambda file: (file.name not in LONG, -file.stat().st_size))
     suites, jobs, groups = [], [], -(-args.jobs // SHARE)
     for count in sorted(args.gpus, reverse=True):
@@ -177,7 +178,7 @@ def run_all(args, arguments, folder):
             suites.append((count, suite))
             if args.resume:
                 suite.resume({**here, "count": count})
-            # What tests p2p by name needs no second run beside the other transport.
+            # Files that only test p2p run once, not for the other transport again.
             left = suite.left(
                 file.name
                 for file in files
@@ -186,7 +187,7 @@ def run_all(args, arguments, folder):
             for file in (file for file in files if file.name in left):
                 parts = LONG.get(file.name, 1)
                 for part in range(parts):
-                    # Small suites leave no GPU to the large ones alone.
+                    # Spreads small suites over all GPUs that they can use.
                     first = len(jobs) * count % (len(gpus) // count * count)
                     chosen = gpus[first : first + count]
                     place = folder / str(len(jobs))
@@ -208,7 +209,7 @@ def run_all(args, arguments, folder):
 
 
 def run_in_processes(args, arguments, folder):
-    """The semantics suite over each transport, each file in args.processes at once."""
+    """Runs SEMANTICS over each transport, each file in args.processes at once."""
     here, count = devices(), args.processes
     each, environment = "1", {"JAX_PLATFORMS": "cpu"}
     if here["platform"] == "gpu":
@@ -255,7 +256,7 @@ def run_in_processes(args, arguments, folder):
 
 
 def parse(arguments):
-    """Its own arguments, and pytest's."""
+    """Returns this command's own arguments, and pytest's."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="other arguments go to pytest",

@@ -1,9 +1,9 @@
-"""Prints the notes of the release that CHANGELOG.md begins with.
+"""Prints the notes of the first release in CHANGELOG.md.
 
     python -m tools.release_notes [TAG]
 
-With a tag, which must be "v" and the version of jax_ep/__init__.py, the changelog's
-first section must be of this version, and no longer "(unreleased)".
+A tag must be "v" and the version of jax_ep/__init__.py. The changelog's first section
+must then be of this version, and not "(unreleased)".
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def version() -> str:
-    """The version, as jax_ep/__init__.py has it."""
+    """Returns the version in jax_ep/__init__.py."""
     text = (ROOT / "jax_ep" / "__init__.py").read_text()
     (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return found
 
 
 def newest(changelog: str) -> tuple[str, str]:
-    """The first section of a changelog: its heading and its text."""
+    """Returns the heading and the text of a changelog's first section."""
     _, heading, text = re.split(r"^## (.+)\n", changelog, maxsplit=1, flags=re.M)
     return heading.strip(), re.split(r"^## ", text, flags=re.M)[0].strip()
 
 
 def absolute(text: str, tag: str, home: str) -> str:
-    """The same with links that work outside of the repository."""
+    """Returns the text with links that work outside the repository."""
     return re.sub(r"\]\((?!https?:)([^)]+)\)", rf"]({home}/blob/{tag}/\1)", text)
 
 
 def main() -> None:
-    """Prints the notes, or ends with what is wrong."""
+    """Prints the notes, or exits and says what is wrong."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

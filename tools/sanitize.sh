@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Runs compute-sanitizer over jax_ep's kernels. First without JAX, in all formats: synccheck, racecheck
-# and memcheck of the program of benchmarks/calls/window_kernels.py, which is built unless KERNELS names
-# one. Then memcheck over tests, with a process per file, side by side. Needs the tool, GPUs and the
-# tests' packages; ends within LIMIT_S (default 600).
+# Runs compute-sanitizer over jax_ep's kernels. First it runs synccheck, racecheck and memcheck on the
+# program of benchmarks/calls/window_kernels.py, without JAX, in all formats; the program is built unless
+# KERNELS names one. Then it runs memcheck over tests, side by side with a process per file. Needs the
+# tool, GPUs and the tests' packages; ends within LIMIT_S (default 600).
 #
 #   tools/sanitize.sh [python]
 #
 # racecheck and synccheck run launches one after the other, so they get a group of one rank, which
-# waits for no other rank's kernel. Where warps use bar.arrive, or some wait at other barriers
+# waits for no other rank's kernel. If warps use bar.arrive, or some wait at another barrier
 # meanwhile, racecheck reports races between accesses that a barrier orders, even across a
 # __syncthreads. So it gets a program whose warps wait where they need only arrive, and no formats
-# with helper warps: tests/emulator/races.cmake looks for races in those, without a GPU.
+# with helper warps. For those, tests/emulator/races.cmake looks for races without a GPU.
 #
-# The last lines are the summary, which is also recorded in benchmarks/results; exit status 0 if all
-# are clean.
+# The last lines are the summary, which is also written to benchmarks/results. Exits 0 if all runs are
+# clean.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -26,16 +26,16 @@ visible=${CUDA_VISIBLE_DEVICES:-$present}
 one=${visible%%,*}
 two=$(cut -d, -f1-2 <<<"$visible")
 
-# Newer tools call the filter --kernel-name and refuse the old word one day.
+# Newer versions of the tool call the filter --kernel-name, and may refuse the old name.
 filter=--kernel-regex
 "$tool" --help | grep -q -- '--kernel-name ' && filter=--kernel-name
 
-# Graphs off: launches inside a graph are not told apart by kernel.
+# Turns graphs off: the tool cannot tell launches inside a graph apart by kernel.
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer="
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 export JAX_EP_TEST_TRANSPORT=p2p
 
-# sanitized NAME SECONDS GPUS TOOL PASSED COMMAND...: PASSED is what a log of a good run matches.
+# sanitized NAME SECONDS GPUS TOOL PASSED COMMAND...: the log of a good run matches PASSED.
 sanitized() {
   local name=$1 seconds=$2 gpus=$3 kind=$4 passed=$5
   shift 5
@@ -62,8 +62,8 @@ sanitized() {
   [ "$verdict" = clean ] || { grep -E '^=====|Error|error' "$log" | head -n 40; tail -n 15 "$log"; }
   echo "$name: $verdict; ${found:-no summary}; ${tests:-no test ended}" >"$log.summary"
 }
-# tests NAME SECONDS GPUS EXPRESSION FILE...: memcheck over some tests, with a process per file, in the
-# background.
+# tests NAME SECONDS GPUS EXPRESSION FILE...: runs memcheck over some tests, with a process per file, in
+# the background.
 tests() {
   local file
   for file in "${@:5}"; do
@@ -71,8 +71,8 @@ tests() {
       "$python" -m pytest -q -x -p no:cacheprovider "$file" -k "$4" &
   done
 }
-# kernels NAME SECONDS GPUS TOOL FORMATS [option]...: over the kernels' program, with a process per
-# format, all at once.
+# kernels NAME SECONDS GPUS TOOL FORMATS [option]...: runs a tool on the kernels' program, with a process
+# per format, all at once.
 kernels() {
   local format
   for format in $5; do
@@ -91,7 +91,7 @@ waiting=$logs/window_kernels_waiting
 [ -x "$program" ] || "$python" -m benchmarks.calls.window_kernels --keep "$program" --nvcc=-lineinfo ||
   exit 2
 wait $! || exit 2
-# Calls of few tokens, in one part and in many; of both ways, and along a known route.
+# Calls that route in one part and in many, low latency and not, and along a known route.
 kernels synccheck $((share * 3)) "$one" synccheck "$formats" --quantized --tokens 3,40,300,600
 program=$waiting kernels racecheck $((share * 3)) "$one" racecheck bf16 --tokens 3,40,300,600 \
   --timeout-s 60
@@ -100,11 +100,10 @@ program=$waiting kernels racecheck-halves $((share * 3)) "$one" racecheck bf16 -
 kernels memcheck $((share * 4)) "$two" memcheck "$formats" --quantized --tokens 3,40,300,600
 kernels memcheck-halves $((share * 3)) "$two" memcheck "$formats" --quantized --halves --tokens 40,300
 
-# The transport's tests, where they drop, align, cut groups, and have the least and the odd row
-# sizes.
+# Tests of the transport that drop rows, align and cut groups, and have the smallest and odd row sizes.
 files=(tests/api/test_{dispatch,combine}.py tests/autodiff/test_vjp.py tests/transports/test_p2p.py)
-# Formats, options and calls in halves: a few of each; and routes that came back changed, in a
-# process of the test's own, where slow calls may take longer.
+# A few tests each of formats, options and calls in halves; and tampered routes, in a process that the
+# test starts and where slow calls may take longer.
 more=(tests/transports/test_p2p_{formats,options,split}.py)
 some='nvfp4 or shared_source or same_gradients'
 corners='ranks1 or ranks2 or top32 or one_expert or alignment5 or aligned_cut or cut_aligned or
@@ -115,14 +114,14 @@ if [ "$two" != "$one" ]; then
     tests/api/test_tampered.py
   wait
 fi
-# Never 0, which is no limit.
+# Never 0, which would mean no limit.
 left=$((limit - SECONDS - 20 > 30 ? limit - SECONDS - 20 : 30))
 if [ "$two" != "$one" ]; then
   tests two "$left" "$two" "$corners" "${files[@]}"
   tests two "$left" "$two" "$some" "${more[@]}"
 fi
-# XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its
-# own. Not so on two GPUs: freeing one may wait there for a kernel that waits for the other GPU.
+# XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its own.
+# Not on two GPUs: there, freeing one may wait for a kernel that waits for the other GPU.
 XLA_PYTHON_CLIENT_ALLOCATOR=platform tests one "$left" "$one" "$corners" "${files[@]}"
 wait
 

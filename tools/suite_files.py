@@ -1,6 +1,6 @@
-"""Which files of tests record_suite.py runs, and in how many parts."""
+"""Lists which test files record_suite.py runs, and in how many parts."""
 
-# Files of tests that are the same on every machine.
+# Tests that behave the same on every machine.
 HOST_ONLY = (
     "attack_init",
     "bench_records",
@@ -35,7 +35,7 @@ HOST_ONLY = (
 P2P_ONLY = ("test_p2p", "test_process", "test_shmem_gpu")
 # Files that start processes on GPUs, which may share one.
 SHARING = ("test_process", "test_shmem_gpu")
-# Parts in which files that take minutes run side by side.
+# How many parts a file that takes minutes is split into; they run side by side.
 LONG = {
     "test_p2p_split.py": 4,
     "test_p2p.py": 4,

@@ -1,4 +1,4 @@
-"""The record of a suite of tests, as record_suite.py writes it."""
+"""Collects the record of a test suite, for record_suite.py."""
 
 import collections
 import contextlib
@@ -15,16 +15,16 @@ from benchmarks.common import recording
 
 # How a test may end without having passed.
 ENDS = ("failure", "error", "skipped")
-REPORT_S = 8  # for pytest's report of tests that the time has ended
+REPORT_S = 8  # for pytest to report after its time is up
 
 
 @dataclasses.dataclass
 class Found:
-    """What tests have come to."""
+    """How tests have ended."""
 
-    # That passed, by file and name, of all parameters together.
+    # How many passed, by file and name, with all parameters together.
     tests: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    # By reason.
+    # How many were skipped, by reason.
     skipped: collections.Counter = dataclasses.field(
         default_factory=collections.Counter
     )
@@ -41,15 +41,15 @@ class Found:
 
 
 class Suite:
-    """What pytest says of the files of one suite."""
+    """What pytest reports about the files of one suite."""
 
     def __init__(self, transport, arguments, processes=None, ranks_per_node=None):
         self.transport, self.arguments = transport, arguments
         self.processes, self.ranks_per_node = processes, ranks_per_node
-        self.files = collections.defaultdict(Found)  # by name, of this run
+        self.files = collections.defaultdict(Found)  # of this run, by file
         self.not_run = []
         self.resumed = None  # the record that this run goes on with
-        self.earlier = {}  # what it has, by file too
+        self.earlier = {}  # what that record has, by file
         self.lock = threading.Lock()
 
     @property
@@ -58,14 +58,14 @@ class Suite:
         return "--one-gpu" in self.arguments
 
     def add(self, report, file=""):
-        """Takes a report of pytest's in, of a file or of all of them."""
+        """Adds a report of pytest, of one file or of all of them."""
         suite = ET.parse(report).getroot().find("testsuite")
         with self.lock:
             self._add(suite, self.files[file])
 
     def _add(self, suite, found):
-        # What has no class is a test that the end of its file's time has interrupted,
-        # or a file: one that cannot be imported, or skips itself.
+        # A case without a class is a test that was interrupted when its file's time was
+        # up, or a file that cannot be imported or skips itself.
         cases = [case for case in suite.iter("testcase") if case.get("classname")]
         files = [
             case.get("name")
@@ -87,11 +87,11 @@ class Suite:
             for case in cases
             if case.find("failure") is not None or case.find("error") is not None
         ]
-        # Each part of it says so.
+        # Each part of a file reports it.
         found.failed += [file for file in files if file not in found.failed]
 
     def take(self, file, run):
-        """Takes in what lockstep_run.run found of a file."""
+        """Adds what lockstep_run.run found for a file."""
         with self.lock:
             if not run.complete:
                 self.not_run.append(file)
@@ -113,16 +113,17 @@ class Suite:
     def resume(self, devices):
         """Goes on with the newest record of this suite, if there is one.
 
-        What it has of a file that did not come to its end counts until that file has
-        begun again.
+        What it has for a file that did not finish counts until that file has begun
+        again.
         """
         ours = self._facts(devices)
-        # Their names end with dates.
+        # Their names end with dates, so the newest comes first.
         for path in sorted(
             recording.RESULTS.glob(f"{self._name(devices)}-*.json"), reverse=True
         ):
             record = json.loads(path.read_text())
-            # Others do not tell which files they lack, or what was skipped where.
+            # Records without it do not tell which files they lack, or what was skipped
+            # where.
             if "cut_off" in record and all(
                 record.get(name) == value for name, value in ours.items()
             ):
@@ -132,13 +133,13 @@ class Suite:
         print(f"no {self._name(devices)} to resume: all of it is run")
 
     def left(self, names):
-        """Those of the files `names` that are to be run, without what has been."""
+        """Returns those of the files `names` that still have to be run."""
         if self.resumed is None:
             return set(names)
         return set(names) & set(map(_file, self.resumed["not_run"]))
 
     def _facts(self, devices):
-        """What is the same of two runs that make one record."""
+        """Returns what must be the same in two runs that make one record."""
         facts = {
             "kind": "test suite",
             "transport": self.transport,
@@ -160,21 +161,22 @@ class Suite:
         if self.processes:
             name += f"{self.processes}proc-"
         if self.ranks_per_node:
-            # Processes may share a device, or have several.
+            # Processes may share a device, or have several devices.
             ranks = max(devices["count"], self.processes or 0)
             name += f"{-(-ranks // self.ranks_per_node)}nodes-"
         return name + f"{recording.short_device(devices['kind'])}x{devices['count']}"
 
     def write(self, devices, resumable=True):
-        """Writes and prints the record; whether all tests were run and none failed.
+        """Writes and prints the record; returns whether all tests ran and none failed.
 
-        `resumable`: files were run one by one, so it tells which were not.
+        `resumable` says that files were run one by one, so the record can tell which
+        ones were not.
         """
         files = self.earlier | self.files
         found = sum(files.values(), Found())
         record = {
             **self._facts(devices),
-            # Under its name, that of the day when it was begun.
+            # A resumed record keeps its name, and so the date on which it was begun.
             "date": self.resumed["date"] if self.resumed else recording.date(),
             "passed": found.tests.total(),
             "failed": found.failed,
@@ -184,7 +186,7 @@ class Suite:
             "seconds": round(found.seconds, 1),
         }
         if resumable:
-            # The part of all other counts that --resume takes off them again.
+            # What --resume subtracts again from the counts above.
             record["cut_off"] = {
                 file: {
                     "skipped": dict(files[file].skipped),
@@ -198,12 +200,12 @@ class Suite:
 
 
 def _file(part):
-    """The file of an entry of `not_run`, which may name a part of it."""
+    """Returns the file of an entry of `not_run`, which may name a part of one."""
     return part.split()[0]
 
 
 def _by_file(record):
-    """What a record has of each file that was cut off, and of all others as one."""
+    """Splits a record into each file that was cut off, and all others together."""
     found = collections.defaultdict(Found)
     rest = found[""]
     rest.skipped += record["skipped"]
@@ -224,23 +226,23 @@ def _by_file(record):
 
 
 def heed_interrupts():
-    """Has what this process starts heed SIGINT, by which `ended` ends it.
+    """Makes processes that this one starts heed SIGINT, which `ended` sends.
 
-    A shell has what it starts in the background ignore it.
+    What a shell starts in the background ignores SIGINT.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended(process, left):
-    """Exit status of pytest in a session of its own, and whether it was in time."""
+    """Waits for pytest in a session of its own; returns its status, and if in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(timeout=left), True
-    # So that it still reports what it has found.
+    # An interrupt, so that pytest still reports what it has found.
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=REPORT_S)
-    # What the tests have started as well.
+    # Also kills what the tests have started.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait(), False

@@ -1,1 +1,1 @@
-"""Times of single calls, of the kernels alone, and of their steps."""
+"""Benchmarks of single calls, of the kernels alone, and of the steps of a call."""

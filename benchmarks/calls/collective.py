@@ -1,10 +1,11 @@
-"""Times dispatch and combine on the devices present, against the exchange inside them.
+"""Times dispatch and combine over transport collective, and the all-to-all in them.
 
     python -m benchmarks.calls.collective [--tokens 128 1024 4096] [--devices N]
 
-Back-to-back calls of one compiled program with random routing, median of repeats, host
-clock around the whole run: what a step of a training job pays. `all_to_all` is the
-exchange alone on a buffer of the same size; the rest is pack, unpack and launches.
+A time is in microseconds per call: the host's clock around back-to-back calls of one
+compiled program with random routing, divided by their number; the median of 7 repeats.
+This is what a step of a training job pays. `all_to_all` is the exchange alone on a
+buffer of the same size; the rest is packing, unpacking and launches.
 Writes benchmarks/results/collective-<device>x<n>-<date>.json and prints a table.
 """
 

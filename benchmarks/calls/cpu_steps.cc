@@ -66,8 +66,8 @@ struct Copy {
   const uint8_t* from;
 };
 
-// One step as it is measured: what it does, the payload rows that it must read and write, and, for
-// steps that copy, its copies one by one.
+// A step to measure: how to start it, how many payload rows it must read and write, and, for steps
+// that only copy, each of its copies.
 struct Measured {
   std::string name;
   int64_t rows_read;
@@ -81,8 +81,8 @@ struct Times {
   std::vector<double> step, memcpy_once, memcpy_rows;
 };
 
-// The thread's own time on the processor: what the clock on the wall says on an idle machine, less
-// what other processes take on a busy one.
+// The thread's CPU time: equal to wall time on an idle machine, and without what other processes
+// take on a busy one.
 double ThreadSeconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -101,8 +101,8 @@ double Median(std::vector<double> values) {
   return (values[(n - 1) / 2] + values[n / 2]) / 2;
 }
 
-// Rank 0 of the group with T tokens a rank: source of its pack and combine_unpack, destination of
-// what all ranks pack for unpack and combine_pack.
+// Rank 0 of the group, with T tokens per rank. It is the source in pack and combine_unpack, and in
+// unpack and combine_pack the destination of what all ranks packed.
 class Bench {
  public:
   Bench(int64_t tokens, std::mt19937_64& random) : random_(random), T_(tokens) {
@@ -115,7 +115,7 @@ class Bench {
               .recv_rows = RoundUp(tokens * kTopK * 5 / 4, 128)};
     tokens_.FillBFloat16(random);
     combine_recv_.FillBFloat16(random);
-    // Of one call, and from every rank a sum for each of its slots.
+    // One call's messages: every rank sends a sum for each of its slots.
     const auto num_sums = static_cast<int32_t>(T_);
     for (int64_t source = 0; source < kRanks; ++source) {
       uint8_t* region = combine_recv_.data() + source * combine_region_.bytes;
@@ -126,7 +126,7 @@ class Bench {
   }
 
   void DrawRouting() {
-    // Rank 0 comes last, so that its tables stay for its own steps.
+    // Rank 0 goes last, so that its own steps find its tables.
     for (int64_t source = kRanks - 1; source >= 0; --source) {
       DrawIds();
       RunAll(StartPack());
@@ -135,7 +135,7 @@ class Bench {
     RunAll(StartUnpack());
   }
 
-  // After DrawRouting.
+  // Must be called after DrawRouting.
   std::vector<Measured> Steps() {
     const auto* slot_of = slot_of_.as<int32_t>();
     const auto* row_of = row_of_.as<int32_t>();
@@ -186,7 +186,7 @@ class Bench {
   static int64_t BytesOf(const Measured& step) {
     return step.rows_read * kRowBytes + step.rows_written * step.written_row_bytes;
   }
-  // One memcpy that reads and writes as many bytes as the step; a rank's memcpy has no gaps.
+  // One contiguous memcpy that reads and writes as many bytes as the step.
   void MemcpyOnce(const Measured& step) {
     std::memcpy(copy_to_.data(), copy_from_.data(), static_cast<size_t>(BytesOf(step) / 2));
   }
@@ -268,8 +268,8 @@ class Bench {
   int32_t num_invalid_ = 0, num_dropped_ = 0;
 };
 
-// What was measured next to each other is compared: `ratio` is the median over repeats of memcpy's
-// time over the step's.
+// Compares times that were measured right after each other: `ratio` is the median over repeats of
+// memcpy's time over the step's.
 void Print(int64_t tokens, const Measured& step, const Times& times, bool last) {
   std::vector<double> ratios, row_ratios;
   for (size_t i = 0; i < times.step.size(); ++i) {
@@ -324,7 +324,8 @@ void Run(int64_t tokens, int draws, int repeats, std::mt19937_64& random, bool l
 }  // namespace
 }  // namespace jax_ep
 
-// cpu_steps SEED DRAWS REPEATS T...: routing is drawn DRAWS times, each measured REPEATS times.
+// cpu_steps SEED DRAWS REPEATS T...: draws the routing DRAWS times and measures each draw REPEATS
+// times.
 int main(int argc, char** argv) {
   if (argc < 5) {
     std::fprintf(stderr, "usage: cpu_steps SEED DRAWS REPEATS TOKENS...\n");

@@ -4,15 +4,15 @@
 
 The steps are those of rank 0 in a group of 4: hidden 7168 in bfloat16, top-8 of 256
 experts drawn uniformly, `recv_capacity` 1.25 * T * K rounded up to 128,
-`zero_tail=False`. `pack` and `combine_unpack` work at the source, `unpack` and
+`zero_tail=False`. `pack` and `combine_unpack` run at the source, `unpack` and
 `combine_pack` at the destination of four sources. All memory has been written before.
-A step's bytes are the payload rows that it must read from memory, each counted once
-however many copies it feeds, plus the rows that it writes. Indices and weights are not
-counted; `pack` in a quantised format reads bfloat16 and writes codes and scales.
-`ratio` is the speed of the step relative to one memcpy that reads and writes as many
-bytes in one contiguous piece, run right after it: the median over all repeats, with the
-extremes beside it. The last column compares with a loop of memcpy over exactly the
-step's copies, one row at a time. Clocks are the thread's CPU time.
+Times are CPU time of the thread, in microseconds. A step's bytes are the payload rows
+that it must read from memory, each counted once however many copies it feeds, plus the
+rows that it writes. Indices and weights are not counted; `pack` in a quantised format
+reads bfloat16 and writes codes and scales. `ratio` is the speed of the step relative to
+one contiguous memcpy that reads and writes as many bytes, run right after it: the
+median over all repeats, with the extremes beside it. The last column compares the step
+with a loop of memcpy over exactly its copies, one row at a time.
 Writes benchmarks/results/cpu-<date>.json and prints a table.
 
 Needs cmake, g++ and, in this Python, nanobind and jaxlib (pip install nanobind jaxlib).

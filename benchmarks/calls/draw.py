@@ -1,4 +1,4 @@
-"""Draws a record of p2p.py: microseconds and GB/s against T, with the wire's floor.
+"""Draws a record of p2p.py: microseconds and GB/s over T, beside the link's floor.
 
     python -m benchmarks.calls.draw RECORD.json [PICTURE]
 

@@ -1,10 +1,10 @@
-"""What each token format loses, for the table of docs/formats.md.
+"""Prints how much each token format rounds, for the table of docs/formats.md.
 
     python -m benchmarks.calls.format_errors
 
-Every bfloat16 amax of one binade, and below each every bfloat16 down to 2**-12 of it:
-the largest error of an element, relative to its block's amax. Where scale and elements
-are inside their ranges, this is the same in every binade.
+For each format: the largest error of an element relative to its block's amax. It tries
+every bfloat16 amax of one binade and, below each, every bfloat16 of 12 binades. The
+error is the same in every binade as long as scale and elements are in range.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ BINADES = 12
 
 
 def rows_of(block):
-    """Blocks in float32 that begin with their amax, and whole rows of them."""
+    """Returns float32 rows of two blocks; each block begins with its amax."""
     below = np.ldexp(
         1 + np.arange(MANTISSAS) / MANTISSAS, -np.arange(BINADES)[:, None]
     ).ravel()
@@ -28,13 +28,13 @@ def rows_of(block):
         filled = np.resize(elements, (count, block - 1))
         blocks.append(np.insert(filled, 0, amax, axis=1))
     whole = np.concatenate(blocks)
-    # A token is a multiple of 16 bytes of codes.
+    # A token needs a multiple of 16 bytes of codes.
     even = np.resize(whole, (-(-len(whole) // 2) * 2, block))
     return even.reshape(-1, 2 * block).astype(np.float32)
 
 
 def largest_error(name):
-    """Of an element, relative to the amax of its block."""
+    """Returns the largest error of an element, relative to its block's amax."""
     block = formats.block(name)
     rows = rows_of(block)
     tokens = jnp.asarray(rows, jnp.bfloat16)

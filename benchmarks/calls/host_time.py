@@ -1,19 +1,19 @@
-"""Measures the host's time for a call, of this commit and of an older build.
+"""Measures how long a call keeps the host busy, in this commit and an older build.
 
     python -m benchmarks.calls.host_time --old FOLDER --old-commit HASH [--budget 300]
 
-FOLDER has an installed older jax_ep, as `pip install --target FOLDER` leaves it (for
-GPUs with its plugin beside). Without `--old`, this commit alone is measured.
+FOLDER holds an older jax_ep, as `pip install --target FOLDER` leaves it (for GPUs, with
+its plugin beside it). Without `--old`, only this commit is measured.
 A jitted program makes `--calls` dispatches, or combines, of T tokens per rank, and
-nothing else that takes time. On GPUs its time is that from the call until the host is
-free again, without CUDA graphs, whose replays need no host; on CPUs, where the host
-does the work, until the results are there. Divided by the calls; nothing is subtracted.
-Both builds are measured by turns, each time in a process of its own, with `--repeats`
-runs of each program: `least` is the shortest run of all, `median` that of the
-processes' medians, and the ratios are this commit's over the older one's. The results
-are compared.
-Writes benchmarks/results/host-<device>x<n>-<date>.json and prints a table. Status: 1
-if results differ or nothing was measured.
+nothing else that takes time. On GPUs its time runs from its launch until the host is
+free again, without CUDA graphs, whose replays need no host. On CPUs, where the host
+does the work, it runs until the results are there. Times are in microseconds per call;
+nothing is subtracted.
+The builds take turns, each time in a new process that runs each program `--repeats`
+times. `least` is the shortest run of all, `median` the median of the processes'
+medians, and ratios are this commit's time over the older one's. Results are compared.
+Writes benchmarks/results/host-<device>x<n>-<date>.json and prints a table. Exits 1 if
+results differ or nothing was measured.
 """
 
 import json
@@ -73,11 +73,11 @@ def parse(arguments):
 
 
 def specification(args):
-    """What the workers measure."""
+    """Returns what the workers measure."""
     names = ("transports", "tokens", "calls", "repeats", "hidden", "experts")
     names += ("top_k", "seed", "platform")
     on_cpu = args.platform == "cpu"
-    # XLA's CPU executor would run calls beside each other, and count them as fewer.
+    # Tied: XLA's CPU executor would otherwise run calls side by side, in less time.
     facts = {"tied": on_cpu, "devices": args.devices, "here": args.tiny}
     return {name: getattr(args, name) for name in names} | facts
 
@@ -90,7 +90,7 @@ def apart(spec, folder, output, limit):
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),
         "XLA_FLAGS": f"{flags} {NO_GRAPHS}".strip(),
     }
-    # -P: what else lies beside the worker is not for import.
+    # -P: the files beside the worker must not be importable.
     command = [sys.executable, "-P", worker.__file__, json.dumps(spec), output]
     try:
         done = subprocess.run(command, env=environment, timeout=limit, check=False)
@@ -100,7 +100,7 @@ def apart(spec, folder, output, limit):
 
 
 def measure(spec, folder, limit):
-    """What a worker says of itself, its rows, and what went wrong, or ""."""
+    """Returns a worker's facts about itself, its rows, and what went wrong, or ""."""
     with tempfile.TemporaryDirectory() as made:
         output = pathlib.Path(made, "rows.jsonl")
         if spec["here"]:
@@ -114,7 +114,7 @@ def measure(spec, folder, limit):
 
 
 def foreign(head, folder):
-    """What a worker has loaded from elsewhere than `folder`."""
+    """Returns the files that a worker has loaded from outside `folder`."""
     return [
         each
         for each in head.get("files", [])
@@ -123,7 +123,7 @@ def foreign(head, folder):
 
 
 def joined(found, key):
-    """A row of what the processes of each build have measured."""
+    """Makes one row of what the processes of each build have measured."""
     row = dict(zip(KEYS, key, strict=True))
     checksums = set()
     for build, processes in found.items():
@@ -141,7 +141,7 @@ def joined(found, key):
 
 
 def with_ratios(row, kind):
-    """With the host's times, those `kind`, and this commit's over the older build's."""
+    """Adds the times of `kind`, and this commit's over the older build's, to a row."""
     for name in ("us", "us_least"):
         here, old = (row.get(f"{build}_{kind}_{name}") for build in (THIS, OLD))
         row |= {f"{build}_{name}": t for build, t in ((THIS, here), (OLD, old)) if t}
@@ -151,7 +151,7 @@ def with_ratios(row, kind):
 
 
 def gather(args, builds, made):
-    """Measures builds by turns, and in the other order each second time."""
+    """Measures the builds in turns, every second time in the other order."""
     spec, start, longest = specification(args), time.monotonic(), 0.0
     found = {build: [] for build in builds}
     for turn in range(args.processes):
@@ -179,7 +179,7 @@ def gather(args, builds, made):
 
 
 def print_table(made):
-    """Microseconds per call."""
+    """Prints microseconds per call."""
     head = ("transport", "", "T", "this, least", "old", "", "median", "old", "")
     lines = []
     for row in made["results"]:

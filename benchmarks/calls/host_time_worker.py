@@ -2,9 +2,9 @@
 
     python -P benchmarks/calls/host_time_worker.py SPECIFICATION OUTPUT
 
-For host_time.py, with the build on PYTHONPATH. That may be an older one: nothing here
-comes from the repository but public names that it has as well. A line of JSON goes to
-OUTPUT for what was loaded, and for each row as soon as it is measured.
+host_time.py starts it with the build on PYTHONPATH. As that may be an older one, this
+file uses only public names of jax_ep, which the older one has as well. It writes a line
+of JSON to OUTPUT for what was loaded, and one for each row as soon as it is measured.
 """
 
 import gc
@@ -25,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 OPS = ("dispatch", "combine")
-_NEVER = -1  # no offset of rows, and no element of a combine's result, is that small
+_NEVER = -1  # no row offset, and no element of a combine's result, is that small
 
 
 def files():
-    """Where jax_ep and its native modules come from."""
+    """Returns the files that jax_ep and its native modules were loaded from."""
     native = (
         module.__file__
         for name, module in sorted(sys.modules.items())
@@ -85,11 +85,14 @@ class Case:
         self.arrived = call(self.tokens, self.ids[0], self.weights)
 
     def _nothing(self, last, never):
-        """Zero, but not to XLA: what it is added to waits for `last`."""
+        """Returns a zero that XLA cannot know: what it is added to waits for `last`."""
         return (last == never[0]).astype(jnp.int32) if self.tied else 0
 
     def program(self, op):
-        """All calls of a program, and its operands. It returns one small array."""
+        """Returns a function that makes all calls of a program, and its operands.
+
+        The function returns one small array.
+        """
         ep = self.ep
 
         def dispatch(never, tokens, weights, *ids):
@@ -99,7 +102,7 @@ class Case:
                 d = jax_ep.dispatch(ep, tokens, each, weights)
                 last = d.row_offsets[-1]
                 bits = lax.bitcast_convert_type(d.tokens[0, 0], jnp.uint16)
-                # Without a row there is nothing in row 0.
+                # If there are no rows, row 0 is unspecified.
                 found.append(d.row_offsets + jnp.where(last > 0, bits, 0))
             return sum(found)
 
@@ -123,7 +126,7 @@ class Case:
 
 
 def timed(run, repeats):
-    """Times of each run: until the program was launched, until it was done."""
+    """Returns each run's time until the program was launched, and until it was done."""
     launched, done = [], []
     gc.collect()
     gc.disable()
@@ -140,7 +143,7 @@ def timed(run, repeats):
 
 
 def measured(case, op, spec):
-    """A row of microseconds per call."""
+    """Makes a row of microseconds per call."""
     function, operands = case.program(op)
     run = mapped(case.mesh, function).lower(*operands).compile()
     made = run.as_text().count('custom_call_target="ep_')

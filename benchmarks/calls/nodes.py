@@ -1,20 +1,22 @@
-"""What several processes and forced nodes cost on one host, against one process.
+"""Times calls in several processes and forced nodes on one host against one process.
 
     python -m benchmarks.calls.nodes [--tokens 4096 128] [--hidden 7168] [--ways ...]
 
-dispatch and combine over p2p in one process with all GPUs and with a process per GPU,
-and over shmem with all ranks on one node, with two ranks per node (dispatches bundled,
-and direct) and with one rank per node. Puts are stores over NVLink here, so this is the
-cost of staging, of the steps between the halves and of their launches; it says nothing
-about a network. Both kinds of processes exist all the time and run in turn, so that
-what changes on the host changes for both.
+It measures dispatch and combine over p2p, in one process with all GPUs and with one
+process per GPU, and over shmem with all ranks on one node, with two ranks per node
+(dispatches bundled, and direct) and with one rank per node. Puts are stores over NVLink
+here, so this is the cost of staging, of the steps between the halves and of their
+launches; it says nothing about a network. The single process and the process per GPU
+both exist all the time and run in turn, so that what changes on the host changes for
+both.
 
-A time is that of a whole program of many calls, by the host's clock, from a start that
-all processes know before until the last one's end, divided by its calls; median, least
-and most of the repeats. A program takes 4 draws of the routing in turn, from a printed
-seed. Each way's results are compared with the collective transport's bit for bit,
-before and after, as are checksums of the timed programs; wrong ones are marked, and the
-command then exits 1. Writes benchmarks/results/nodes-<device>x<n>-<date>.json.
+A time is in microseconds per call: the host's clock over a whole program of many calls,
+from a start that all processes know in advance to the end of the last one, divided by
+its calls; median, least and most of the repeats. A program takes 4 draws of the routing
+in turn, from a printed seed. Results of each way are compared bit for bit with the
+collective transport's before and after the timing, and so are checksums of the timed
+programs. Wrong ones are marked, and the command then exits 1.
+Writes benchmarks/results/nodes-<device>x<n>-<date>.json.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from benchmarks.common import processes, recording
 from jax_ep._cli.bench import loops
 from jax_ep._cli.bench.measure import GRAPHS, specification
 
-AHEAD_S = 0.05  # from a command to the start that it names
+AHEAD_S = 0.05  # from sending a command to the start time that it names
 ONE = "one process"
-MOST_OVER_ONE = 1.03  # what a process per GPU may take of one process's time
-# Whether in one process; transport, ranks of a node, whether dispatches may be bundled.
+MOST_OVER_ONE = 1.03  # the most that a process per GPU may take, over one process
+# (in one process?, transport, ranks per node, whether dispatches may be bundled)
 WAYS = {
     f"p2p, {ONE}": (True, "p2p", None, True),
     "p2p": (False, "p2p", None, True),
@@ -49,7 +51,7 @@ WAYS = {
 
 
 class Job:
-    """Processes that get the same commands."""
+    """A set of processes that all get the same commands."""
 
     def __init__(self, count, each, spec, environment, end):
         port = processes.free_port()
@@ -66,20 +68,20 @@ class Job:
             )
             for process in range(count)
         ]
-        # An answer that never comes ends with its process.
+        # At `end` all processes are killed, so no wait for an answer lasts longer.
         self.timer = threading.Timer(max(0, end - time.monotonic()), self.kill)
         self.timer.daemon = True
         self.timer.start()
 
     def tell(self, name, *arguments):
-        """Sends a command; `answers` has what comes of it."""
+        """Sends a command to all processes; `answers` reads their answers."""
         line = json.dumps([name, arguments]) + "\n"
         for process in self.started:
             process.stdin.write(line)
             process.stdin.flush()
 
     def answers(self):
-        """One of each process."""
+        """Reads one answer from each process."""
         found = []
         for process in self.started:
             for line in process.stdout:
@@ -95,18 +97,18 @@ class Job:
         return found
 
     def ask(self, name, *arguments):
-        """The answers to a command."""
+        """Sends a command and returns the answers."""
         self.tell(name, *arguments)
         return self.answers()
 
     def kill(self):
-        """Ends all processes."""
+        """Kills all processes."""
         for process in self.started:
             with contextlib.suppress(OSError):
                 process.kill()
 
     def close(self):
-        """Ends all processes and waits for them."""
+        """Kills all processes and waits for their end."""
         self.timer.cancel()
         self.kill()
         for process in self.started:
@@ -116,7 +118,7 @@ class Job:
 
 
 def timed(job, op, calls):
-    """Microseconds per call of one run, and whether its results were right."""
+    """Returns microseconds per call of one run, and whether its results were right."""
     for _ in range(10):
         found = job.ask("time", op, time.monotonic() + AHEAD_S)
         if not any(answer["late"] for answer in found):
@@ -126,7 +128,7 @@ def timed(job, op, calls):
 
 
 def measure(jobs, ways, repeats):
-    """Rows of `ways` that run in turn, at most one of them in each job."""
+    """Measures `ways`, at most one per job, in turn; returns their rows."""
     opened, rows, times = {}, {}, {}
     for way in ways:
         one, *how = WAYS[way]
@@ -158,7 +160,7 @@ def measure(jobs, ways, repeats):
 
 
 def turns(chosen):
-    """Ways that are measured beside each other: a transport in both kinds of job."""
+    """Groups ways to measure together: a transport in both kinds of job."""
     rest = list(chosen)
     while rest:
         way = rest.pop(0)
@@ -172,13 +174,13 @@ def run(args, record):
     """Fills the record's rows."""
     spec = specification(args, platform=args.platform)
     environment = os.environ | {
-        # Two contexts on each GPU, and windows beside.
+        # Each GPU has two contexts, and windows beside them.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3",
         "NCCL_NVLS_ENABLE": "0",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip(),
     }
     if args.platform == "gpu":
-        # Both kinds of processes see as many as there are ranks.
+        # Both kinds of processes see as many GPUs as there are ranks.
         names = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = names.split(",") if names else map(str, range(args.ranks))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(list(names)[: args.ranks])
@@ -238,9 +240,9 @@ def parse(arguments):
         args.ranks = len(names)
     if args.ranks < 2:
         parser.error(f"nodes.py: --ranks must be at least 2, got {args.ranks}")
-    # In their own order, in which `turns` finds those that belong together.
+    # In the order of WAYS, on which `turns` relies to find those that belong together.
     nodes = {way: WAYS[way][2] for way in WAYS if way in (args.ways or WAYS)}
-    # A node of all ranks is none.
+    # Forced nodes must be smaller than the group.
     args.ways = [
         way
         for way, node in nodes.items()
@@ -255,7 +257,7 @@ def parse(arguments):
 
 
 def slower(rows):
-    """Which calls of a process per GPU take too long for that."""
+    """Lists the calls that take too long with a process per GPU."""
     return [
         f"{row['op']} of {row['tokens']} tokens takes {row['to_one_process']:.3f} of "
         f"{ONE}'s time, at most {MOST_OVER_ONE} is right"
@@ -280,7 +282,7 @@ def main(arguments=None):
     try:
         run(args, record)
     except (OSError, RuntimeError) as error:
-        # What was measured until then stays.
+        # Keeps what was measured until then.
         record["problems"].append(str(error))
         print(f"MISSING: {error}")
     record["problems"] += slower(record["rows"])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.calls.nodes_process SPECIFICATION
 
-Commands come as lines of JSON, answers go out as lines that begin with "answer ". All
-processes of a job get the same commands. Runs begin at a given time on the host's
-clock, which all processes share, so that none waits for another's start.
+Commands arrive as lines of JSON; answers are lines that begin with "answer ". All
+processes of a job get the same commands. A run begins at a given time on the host's
+clock, which all processes share, so that none waits for another to start.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jax_ep._cli.bench.process import ep_mesh
 from jax_ep._peers import topology
 
 TIMEOUT_S = 60.0
-# Guesses, to size programs: microseconds per token, and of a call without tokens.
+# Guesses that programs are sized by: microseconds per token, and for an empty call.
 _TOKEN_US = 0.15
 _EMPTY_US = {"p2p": 10, "shmem": 25, "collective": 120}
 
 
 class Process:
-    """What a job has open: a case with its reference, and one way."""
+    """What is open in this process: a case with its reference, and one way."""
 
     def __init__(self, spec):
         self.spec, self.mesh = spec, ep_mesh()
@@ -41,7 +41,7 @@ class Process:
         self.programs = {}
 
     def case(self, tokens):
-        """A case, and the collective transport's results of it."""
+        """Makes a case and the collective transport's results for it."""
         made = transports.make_case(self.mesh, self.spec, tokens, "uniform", False)
         self.reference = transports.Transport(made, "collective")
         self.reference.call_all()
@@ -49,10 +49,10 @@ class Process:
         return {"dropped": dropped, "ranks": self.mesh.size, **made.facts}
 
     def open(self, transport, node, bundles):
-        """A way: compared with the collective transport, its programs compiled."""
+        """Opens a way, compares it with the reference and compiles its programs."""
         topology.bundled = self.bundled if bundles else lambda *args: (0, 0)
         case = self.reference.case
-        # NVSHMEM has half of the time to start in.
+        # NVSHMEM may take half of this time to start.
         config = dataclasses.replace(
             case.config, ranks_per_node=node, timeout_s=TIMEOUT_S
         )
@@ -64,7 +64,7 @@ class Process:
         sizes = loops.sizes(self.spec, transports.unrolled(tokens), guess)
         self.programs, self.wanted = {}, {}
         for op in case.wires:
-            # One by one: processes compile the same programs in the same order.
+            # One by one: all processes must compile the programs in the same order.
             operation = self.transport.operation(op)
             compiling = loops.compiling(self.mesh, operation, *sizes)
             self.programs[op] = compiling()
@@ -77,7 +77,10 @@ class Process:
         }
 
     def time(self, op, at):
-        """Seconds from `at` until a program's end here, and whether it was right."""
+        """Returns the seconds from `at` to a program's end, and whether it was right.
+
+        `late` in the answer says that `at` had passed before the program could start.
+        """
         late = time.monotonic() - at
         while time.monotonic() < at:
             pass
@@ -87,7 +90,7 @@ class Process:
         return {"seconds": seconds, "right": right, "late": late > 0}
 
     def close(self):
-        """Closes the way; compares its results once more."""
+        """Compares the way's results once more and closes it."""
         for op in self.programs:
             self.transport.run(op)
         differences = self.transport.differences(self.reference)
@@ -117,7 +120,7 @@ def main():
     except BaseException as error:
         traceback.print_exc()
         print("answer", json.dumps({"error": repr(error)}), flush=True)
-    # At once: jax.distributed would wait for the others.
+    # Ends at once: jax.distributed would wait for the others.
     os._exit(0)
 
 

@@ -2,13 +2,14 @@
 
     python -m benchmarks.calls.options_cost [--tokens 1 128 4096] [--budget 300]
 
-On all GPUs of this process, in one run: dispatch and combine of T tokens plainly; with
-`reduce="source"` and "none", with `fused_shared_expert`, with `skip_a2a` and the psum
-behind it, with `residual=` and with an addition instead, and in halves; then the first
-halves alone with several `num_sms`. Programs and times are as in p2p.py: many calls,
-each waiting for the one before, median of the repeats. Each call's results are compared
-with the collective transport's bit for bit; wrong ones are marked, and the command then
-exits 1.
+On all GPUs of this process, in one run, it times dispatch and combine of T tokens per
+rank: plain; with `reduce="source"` and "none"; with `fused_shared_expert`; with
+`skip_a2a` and the psum after it; with `residual=`, and with an addition instead; and in
+halves. Then it times the first halves alone with several `num_sms`.
+
+Times are microseconds per call, measured as in p2p.py: a program of many calls, each
+waiting for the one before; the median of the repeats. Results are compared bit for bit
+with the collective transport's. Wrong ones are marked, and the command then exits 1.
 
 Writes benchmarks/results/options-<gpu>x<n>-<date>.json and prints tables last.
 """
@@ -47,7 +48,7 @@ def parse(arguments):
 
 
 def specification(args):
-    """What the worker measures."""
+    """Returns what the worker measures."""
     names = ("transport", "tokens", "options", "num_sms")
     return common.specification(args, **{name: getattr(args, name) for name in names})
 

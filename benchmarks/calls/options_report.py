@@ -1,4 +1,4 @@
-"""What options_cost.py and docs/generate.py say of its rows."""
+"""Lines and tables of the rows of options_cost.py, for it and for docs/generate.py."""
 
 from benchmarks.common import reports
 from jax_ep._cli.bench.report import number, print_aligned
@@ -14,17 +14,17 @@ NAMES = {
     "halves": "in halves",
     FIRST_HALF: "the first half alone",
 }
-# Calls that an option leaves as they are, or that do not have it.
+# Calls that an option does not change, or that do not take it.
 _ALIKE = {("dispatch", name) for name in ("source", "none", "residual", "added")}
 
 
 def measured(op, name):
-    """Whether an option changes the operation."""
+    """Whether an option changes the operation, so that it is measured."""
     return (op, name) not in _ALIKE
 
 
 def line(row):
-    """A row in one line, as progress."""
+    """Formats a row as one line of progress."""
     sms = "" if row["num_sms"] is None else f"{row['num_sms']} SMs"
     head = f"T {row['tokens']:<5}{row['option']:<11}{row['op']:<9}{sms:<7}"
     if "us" not in row:
@@ -34,17 +34,17 @@ def line(row):
 
 
 def failures(record):
-    """What makes a record unfit: wrong results."""
+    """Lists what makes a record unfit: wrong results."""
     return reports.failures(record["results"], line)
 
 
 def unfit(record):
-    """Whether a run has failed: something is wrong, or nothing was measured."""
+    """Whether the run failed: results were wrong, or nothing was measured."""
     return reports.unfit(record["results"])
 
 
 def missing(record):
-    """What was not measured."""
+    """Lists what was not measured."""
     return reports.missing(record["results"], record["problems"], line)
 
 
@@ -73,7 +73,7 @@ def header(record):
 
 
 def cells(record):
-    """(option, op, microseconds at each T, and in brackets over the plain call's)."""
+    """Yields (option, op, *microseconds at each T, in brackets over the plain call)."""
     found = _by_key(record)
     for op in ("dispatch", "combine"):
         for name in (PLAIN, *NAMES):
@@ -86,7 +86,7 @@ def cells(record):
 
 
 def halves(record):
-    """(op, T, microseconds of the first half by `num_sms`)."""
+    """Yields (op, T, *microseconds of the first half for each `num_sms`)."""
     found = _by_key(record)
     for op in ("dispatch", "combine"):
         for tokens in _tokens(record):
@@ -107,7 +107,7 @@ def halves_header(record):
 
 
 def print_tables(record):
-    """Both tables, and what is wrong or missing."""
+    """Prints both tables, and what is wrong or missing."""
     print_aligned(header(record), cells(record))
     print_aligned(halves_header(record), halves(record))
     reports.print_faults(failures(record), missing(record))

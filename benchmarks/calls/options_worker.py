@@ -1,9 +1,9 @@
-"""Measures the options, in a process of its own for options_cost.py.
+"""Measures the options for options_cost.py, in a process of its own.
 
     python -m benchmarks.calls.options_worker SPECIFICATION OUTPUT
 
-Each option has a handle of its own over the transport, and one over collective, whose
-results are the right ones.
+Each option has one handle over the transport and one over collective, whose results are
+the reference.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _CONFIGS = {
     options_report.FIRST_HALF: {"pending_calls": 1},
 }
 _IN_HALVES = ("halves", options_report.FIRST_HALF)
-_NO_WORD = 0x5EED  # no call leaves anything that begins with it; XLA cannot know
+_NO_WORD = 0x5EED  # no half leaves a buffer that begins with it, but XLA cannot know
 
 
 def _dispatch(ep, name, tokens, ids, weights):
@@ -55,7 +55,7 @@ def _combine(ep, name, rows, route, row_weights, weights, tokens):
 
 
 def _target(ep, op, name):
-    """The custom call that a program has once per call."""
+    """Returns the custom call that a program contains once per call."""
     if ep.transport != "p2p" or ep.config.skip_a2a:
         return "ep_pack" if op == "dispatch" else "ep_combine_pack"
     return f"ep_{op}_send" if name in _IN_HALVES else f"ep_{op}"
@@ -77,7 +77,7 @@ class Option:
         shape = (case.mesh.size * self.ep.recv_capacity, config.hidden_size)
         key = jax.random.key(spec["seed"])
         self.rows = transports.normal(case.mesh, key, shape)
-        # Of each draw, by a handle: what its combines take the routes of.
+        # Each handle's dispatches by draw: its combines take their routes.
         self.arrived, self.wanted = (
             [
                 self._mapped("dispatch", options_report.PLAIN, ep)(
@@ -104,8 +104,8 @@ class Option:
         return self.rows, d.route, d.router_weights, case.weights, case.tokens
 
     def differences(self, op):
-        """What the call gives that collective does not, of any draw."""
-        # A first half gives nothing to compare; its call in halves does.
+        """Returns how the call's results differ from collective's, over all draws."""
+        # A first half alone returns nothing to compare, so the whole call is compared.
         in_halves = self.name in _IN_HALVES
         call = self._mapped(op, "halves" if in_halves else self.name, self.ep)
         plainly = options_report.PLAIN if in_halves else self.name
@@ -126,7 +126,7 @@ class Option:
         return [result.row_offsets if op == "dispatch" else result]
 
     def operation(self, op):
-        """Its calls, tied by ids or by the number of rows that go to each rank."""
+        """Returns the calls to time, tied to each other by ids or by `slot_counts`."""
         call = functools.partial(_CALLS[op], self.ep, self.name)
         draws = [self.inputs(op, draw) for draw in range(len(self.case.ids))]
         target = _target(self.ep, op, self.name)
@@ -152,7 +152,7 @@ class Option:
         )
 
     def last(self, op):
-        """Each draw's last elements of what the timed calls return."""
+        """Returns the last elements of what the timed calls return, for each draw."""
         made = self.operation(op)
         run = checks.mapped(self.case.mesh, lambda *args: made.step(*args)[0])
         results = (run(first, rest, made.shared) for first, rest in made.draws)
@@ -163,14 +163,14 @@ _CALLS = {"dispatch": _dispatch, "combine": _combine}
 
 
 def _sizes(spec, case, name):
-    """Calls in a loop's body, and iterations."""
+    """Returns how many calls a loop's body has, and how many iterations it makes."""
     rows = case.config.top_k if name in ("source", "none") else 1
     us = 10 + 1.2 * rows * case.facts["bytes"] / transports.GUESSED_GB_S / 1e3
     return loops.sizes(spec, transports.unrolled(case.facts["tokens"]), us)
 
 
 def measure(spec, case, emit, name, num_sms):
-    """Emits the rows of one option."""
+    """Measures one option and emits its rows."""
     ops = [op for op in transports.OPS if options_report.measured(op, name)]
     facts = {"option": name, "num_sms": num_sms, "tokens": case.facts["tokens"]}
     if process.late(spec):
@@ -202,7 +202,7 @@ def _measured(spec, option, op):
 
 
 def run(spec, mesh, emit):
-    """All options at every T."""
+    """Measures all options at every T."""
     for tokens in spec["tokens"]:
         case = transports.make_case(mesh, spec, tokens, "uniform", defaults=False)
         for name in (options_report.PLAIN, *spec["options"]):

@@ -1,4 +1,4 @@
-"""Measures transport p2p against the wire, the collective transport and JAX itself.
+"""Times transport p2p beside the link's peak, transport collective and JAX's own path.
 
     python -m benchmarks.calls.p2p [--quick] [--num-sms 16 24 32] [--only p2p]
     python -m benchmarks.calls.p2p --format mxfp8 --combine-format fp8_block128
@@ -6,30 +6,31 @@
     python -m benchmarks.calls.p2p --formats bf16 fp8_block128 --codes fp8_block128 \
         --tokens 128 4096
 
-On all GPUs of this process, in one run: the peak of peer writes (a copy kernel on every
-GPU at once), then dispatch and combine of each transport, then the same by sorting and
-`jax.lax.ragged_all_to_all` (jax_ep/_cli/bench/ragged.py), with XLA's default flags and
-with others (RAGGED of jax_ep/_cli/bench/measure.py). Routing is drawn from a printed
-seed, 4 draws that a program takes in turn; tokens are random. `recv_capacity` is
-1.25 * T * K rounded up to 128, or what skewed routing needs, and `zero_tail=False`; one
-more row has the defaults.
+On all GPUs of this process, in one run, it measures the peak of peer writes (a copy
+kernel on every GPU at once), then dispatch and combine over each transport, then the
+same by sorting and `jax.lax.ragged_all_to_all` (jax_ep/_cli/bench/ragged.py), with
+XLA's default flags and with others (RAGGED of jax_ep/_cli/bench/measure.py). Routing
+is drawn from a printed seed: a program takes 4 draws in turn. Tokens are random.
+`recv_capacity` is 1.25 * T * K rounded up to 128, or what skewed routing needs, and
+`zero_tail=False`; one more row has the defaults.
 
-With several `--formats`, dispatch is measured in each, one after the other on each
-case, so that times can be divided by each other. Combine is measured with the first of
-them and, given a `--combine-format`, also in that, with the second. `--codes` names
-formats whose dispatch is measured once more, with tokens that were quantised before
-(`token_scales`); the quantisation itself is not timed. JAX's own path has no formats.
+With several `--formats`, dispatch is measured in each of them, one after the other on
+each case, so that their times can be compared. Combine is measured with the first of
+them and, given a `--combine-format`, also in that format, with the second. `--codes`
+names formats whose dispatch is measured once more with tokens that are quantised
+already (`token_scales`); the quantisation itself is not timed. JAX's own path has no
+formats.
 
-A time is that of a whole program of many calls, all GPUs, by the host's clock, divided
-by its calls; nothing is subtracted; median of the repeats. Bytes are those of the rank
-that sends or receives most: a row for each (token, other rank). Results are compared
-bit for bit with the collective transport's (ragged's sums within a tolerance); wrong
-ones are marked, and the command then exits 1.
+A time is in microseconds per call: the host's clock over a whole program of many calls
+on all GPUs, divided by its calls; nothing is subtracted; the median of the repeats.
+GB/s count the bytes of the rank that sends or receives most: a row for each (token,
+other rank). Results are compared bit for bit with the collective transport's (ragged's
+sums within a tolerance). Wrong ones are marked, and the command then exits 1.
 
-Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json. The name of a record of another
-format than bf16 begins with that format; a record of several formats is
-formats-<gpu>x<n>-<date>.json, with `--codes` codes-<gpu>x<n>-<date>.json. Draws a
-picture of one format where matplotlib is installed (benchmarks.calls.draw draws it
+Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json. If the format is not bf16, the name
+begins with the format. A record of several formats is formats-<gpu>x<n>-<date>.json,
+with `--codes` codes-<gpu>x<n>-<date>.json. With one format it draws a picture beside
+the record if matplotlib is installed (otherwise benchmarks.calls.draw can draw it
 elsewhere), and prints a table last.
 """
 
@@ -41,7 +42,7 @@ from benchmarks.limits import gpu_limits
 from jax_ep import formats
 from jax_ep._cli.bench import draw, measure, report
 
-# What --tiny stands for: all kinds of cases that CPUs have.
+# The arguments that --tiny stands for: every kind of case that runs on CPUs.
 TINY = (
     *("--transports", "collective", "ragged", "--routing", "uniform", "zipf"),
     *("--tokens", "8", "--num-sms", "8", *common.TINY_CALLS),
@@ -88,12 +89,12 @@ def parse(arguments):
 
 
 def quantised(name):
-    """Whether it is a format that has codes."""
+    """Whether this is a quantised format."""
     return name in formats.names() and formats.is_quantized(name)
 
 
 def plan(args):
-    """What is measured."""
+    """Returns what to measure."""
     given = dict(vars(args))
     del given["results"]
     return measure.Plan(here=given.pop("tiny"), **given)
@@ -112,7 +113,7 @@ def main(arguments=None):
 
 
 def save(args, record):
-    # The README's table is of tokens as they are.
+    # Records of bfloat16, which the README's table shows, have no format in the name.
     names, kind = [args.combine_format, *args.formats], "p2p"
     if plan(args).several:
         names, kind = [], "codes" if args.codes else "formats"

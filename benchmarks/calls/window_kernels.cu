@@ -1,5 +1,5 @@
 // Checks and times the fused window calls on all GPUs of this machine, without JAX: for tuning and
-// for profilers. window_kernels.py builds and runs it; --help says with what options.
+// for profilers. window_kernels.py builds and runs it; --help lists the options.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace jax_ep::window_kernels {
 namespace {
 
 constexpr int kRepeats = 7;
-// benchmarks/limits/gpu_limits.py on 4 H200s, see docs/gpu_limits.md.
+// Measured by benchmarks/limits/gpu_limits.py on 4 H200s, see docs/gpu_limits.md.
 constexpr double kPeerWriteBytesPerUs = 354e3;
 
 void SetBlocks(World& world, int64_t sms) {
@@ -31,8 +31,8 @@ double Median(std::vector<double> values) {
 
 // ---- Times --------------------------------------------------------------------------------------
 
-// The calls of a rank as a graph: kernels follow each other as they do in a model's program, with
-// no launch of the host's between them.
+// The calls of a rank as a CUDA graph: kernels follow each other as in a model's program, without
+// launches by the host between them.
 struct Recording {
   cudaGraphExec_t graph;
   cudaEvent_t begin;
@@ -72,7 +72,7 @@ double Microseconds(const World& world, Call call, int64_t tokens) {
     for (const Rank& rank : world.ranks) {
       const Recording& recording = recordings[rank.group.rank];
       CHECK_CUDA(cudaSetDevice(static_cast<int>(rank.group.rank)));
-      // Untimed: in it the ranks meet, whichever was launched first.
+      // Untimed: here the ranks wait for each other, whichever was launched first.
       CHECK_CUDA(cudaGraphLaunch(recording.graph, rank.stream));
       CHECK_CUDA(cudaEventRecord(recording.begin, rank.stream));
       CHECK_CUDA(cudaGraphLaunch(recording.graph, rank.stream));
@@ -91,7 +91,7 @@ double Microseconds(const World& world, Call call, int64_t tokens) {
   return Median(times);
 }
 
-// A token as a call sends it, without what travels beside it.
+// Bytes of a token's elements and scales as a call sends them, without what travels beside them.
 int64_t TokenBytes(const World& world, const EpShape& shape, Call call) {
   const std::string name = call == Call::kDispatch   ? world.options.format
                            : world.options.quantized ? CombineFormat::kName
@@ -104,7 +104,7 @@ int64_t TokenBytes(const World& world, const EpShape& shape, Call call) {
   return bytes;
 }
 
-// What the busiest rank sends to others, or receives from them, in a call of the first draw.
+// Bytes that the busiest rank sends to other ranks, or receives from them, with the first draw.
 double BusiestBytes(const World& world, Call call, int64_t tokens) {
   const EpShape shape = world.Shape(tokens);
   std::vector<int64_t> sent(shape.ranks), received(shape.ranks);
@@ -135,7 +135,7 @@ void TimeAll(World& world) {
       const double bytes = BusiestBytes(world, call, tokens);
       for (const int64_t sms : world.options.sms) {
         SetBlocks(world, sms);
-        // The route of the other calls, which need one of their own number of tokens.
+        // Cached dispatch and combine need a route for this number of tokens.
         Run(world, {.call = Call::kDispatch, .tokens = tokens});
         const double us = Microseconds(world, call, tokens);
         std::printf("%-15s %6lld %4lld %10.2f %8.1f %8.1f\n", NameOf(call),
@@ -149,7 +149,7 @@ void TimeAll(World& world) {
 // ---- Checks -------------------------------------------------------------------------------------
 
 void CheckAll(World& world) {
-  // Two draws, so that nothing of the first may be left in the windows.
+  // Two draws, so that it shows if the second call uses what the first left in the windows.
   constexpr int kChecked[] = {0, 1, kRagged, kCrowded, kEmpty};
   for (const int64_t tokens : world.options.tokens) {
     for (const int64_t sms : world.options.sms) {
@@ -169,7 +169,7 @@ void CheckAll(World& world) {
 }
 
 int Main(int argc, char** argv) {
-  // So that lines are there if it ends at once.
+  // Line by line, so that no output is lost if the program ends at once.
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   World world = Open(ParseOptions(argc, argv));
   cudaDeviceProp properties;

@@ -2,15 +2,19 @@
 
     python -m benchmarks.calls.window_kernels [--keep PROGRAM] [--record] [option]...
 
-Builds window_kernels.cu with the kernels of xla_ffi/cuda and runs it with
-all other options, among them
+Builds window_kernels.cu with the kernels of xla_ffi/cuda and runs it. All other options
+go to the program, among them
     --tokens 128,4096  --sms 0,24,132  --kinds dbc  --capacity worst  --no-check
     --format nvfp4  --tiled  --quantized  --halves  --alignment 128
-A built program's own `--help` has them all. `--keep` leaves the program at a path, for
-a profiler or for more runs, and does not run it. `--record` also writes what was timed
-to benchmarks/results/kernels-<gpu>x<n>-<date>.json, if nothing was wrong.
-`--nvcc=-lineinfo` gives the compiler a further flag.
-Status: the program's, 1 for a wrong result, 2 for a wait that failed.
+The built program's own `--help` lists them all. It compares results with the host's and
+prints microseconds per call: those of the slowest rank in a CUDA graph of many calls,
+the median of 7 launches.
+`--keep` leaves the program at a path, for a profiler or for more runs, and does not run
+it. `--record` also writes the times to
+benchmarks/results/kernels-<gpu>x<n>-<date>.json, if nothing was wrong.
+`--nvcc=-lineinfo` passes another flag to the compiler.
+Exits with the program's status: 1 for a wrong result, 2 for a failed wait, 3 if it
+cannot run.
 """
 
 import argparse
@@ -34,7 +38,7 @@ KERNELS = (
     "window/combine_receive",
 )
 FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--fmad=false", "--Werror=all-warnings")
-# The host adds up what the GPUs do, and rounds as often.
+# The host computes the same sums as the GPUs, and must round as often.
 HOST_FLAGS = "-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-pthread"
 HEAD = re.compile(r"(\d+) x (.+), seed (\d+)")
 LINE = re.compile(
@@ -49,12 +53,12 @@ def build(program, flags, folder):
     objects = [folder / f"{i}-{s.stem}.o" for i, s in enumerate(sources)]
     include = str(recording.ROOT / "xla_ffi")
     common = [nvcc, *FLAGS, HOST_FLAGS, *flags]
-    # Side by side: the kernels take a while each.
+    # Side by side, since each takes a while to compile.
     compilers = [
         subprocess.Popen([*common, "-I", include, "-c", str(source), "-o", str(made)])
         for source, made in zip(sources, objects, strict=True)
     ]
-    # All of them have to end before their folder goes.
+    # All of them have to end before their folder is deleted.
     statuses = [compiler.wait() for compiler in compilers]
     if any(statuses):
         sys.exit("window_kernels.py: the build failed, see above")
@@ -62,7 +66,7 @@ def build(program, flags, folder):
 
 
 def record_of(lines, options):
-    """What the program printed, as a record."""
+    """Makes a record of what the program printed."""
     head = next(match for line in lines if (match := HEAD.fullmatch(line)))
     rows = [match.groups() for line in lines if (match := LINE.fullmatch(line))]
     return recording.head(
@@ -88,7 +92,7 @@ def record_of(lines, options):
 
 
 def run(program, options, records, folder=recording.RESULTS):
-    """Runs it, showing its lines as they come; its exit status."""
+    """Runs the program, showing its lines as they come; returns its exit status."""
     command = [str(program), *options]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -102,7 +106,7 @@ def run(program, options, records, folder=recording.RESULTS):
 
 
 def parse(arguments):
-    """Its own arguments, and those of the program."""
+    """Returns this command's own arguments, and those for the program."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

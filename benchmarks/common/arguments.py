@@ -17,14 +17,14 @@ TINY_CALLS = (
 
 
 def parser(doc):
-    """One that takes `--results` and says the first line of a module's docstring."""
+    """Makes a parser with `--results`, described by the docstring's first line."""
     made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     made.add_argument("--results", type=pathlib.Path, default=recording.RESULTS)
     return made
 
 
 def add_tiny(parser):
-    """For `parsed`."""
+    """Adds `--tiny`, which `parsed` handles."""
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -33,13 +33,13 @@ def add_tiny(parser):
 
 
 def add_place(parser):
-    """Where a recorder measures."""
+    """Adds where to measure."""
     parser.add_argument("--devices", type=int, help="how many, default: all")
     add_tiny(parser)
 
 
 def add_sizes(parser):
-    """Those of calls."""
+    """Adds the sizes of calls."""
     parser.add_argument("--hidden", type=int, default=measure.Plan.hidden)
     parser.add_argument("--experts", type=int, default=measure.Plan.experts)
     parser.add_argument("--top-k", type=int, default=measure.Plan.top_k)
@@ -47,7 +47,7 @@ def add_sizes(parser):
 
 
 def add_times(parser, repeats, milliseconds, budget):
-    """How long a recorder measures."""
+    """Adds how long to measure."""
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument(
         "--milliseconds", type=float, default=milliseconds, help="per program or repeat"
@@ -56,24 +56,24 @@ def add_times(parser, repeats, milliseconds, budget):
 
 
 def add_calls(parser, repeats, milliseconds, budget):
-    """All that measurements of calls in programs have in common."""
+    """Adds all that measurements of calls in programs have in common."""
     add_sizes(parser)
     add_times(parser, repeats, milliseconds, budget)
     parser.add_argument("--unrolled", type=int, default=0, help="calls in a loop body")
 
 
 def add_merge(parser):
-    """For `merging`."""
+    """Adds `--merge`, the records that merging.py joins."""
     parser.add_argument(
         "--merge", type=pathlib.Path, nargs="+", default=[], help="records to join"
     )
 
 
 def parsed(parser, arguments, tiny=()):
-    """With a seed in any case; --tiny stands for the arguments `tiny`."""
+    """Parses arguments, of which --tiny stands for `tiny`, and draws a missing seed."""
     given = sys.argv[1:] if arguments is None else arguments
     if "--tiny" in given:
-        # Not among the records that pages are made of.
+        # Kept apart from the records that the docs' tables are made from.
         folder = pathlib.Path(tempfile.gettempdir(), "jax_ep_tiny")
         given = [*tiny, "--results", str(folder), *given]
     args = parser.parse_args(given)
@@ -83,10 +83,10 @@ def parsed(parser, arguments, tiny=()):
 
 
 def specification(args, **changes):
-    """A worker's, of bfloat16 calls, with the place where it runs."""
+    """Returns a worker's specification for bfloat16 calls, and where it runs."""
     return measure.specification(args, **changes, **place(args))
 
 
 def place(args):
-    """Where a worker runs: on how many devices, and whether in this process."""
+    """Says where a worker runs: on how many devices, and whether in this process."""
     return {"devices": args.devices, "here": args.tiny}

@@ -1,7 +1,7 @@
-"""What a GPU's clock and power were while something ran, as nvidia-smi saw them.
+"""Samples a GPU's clock and power with nvidia-smi while something runs.
 
-Matmuls that go on for more than a moment draw all the power that a card may have, and
-its clock then falls: a time alone does not tell whether a kernel waits or is slowed.
+Matmuls that run for more than a moment draw as much power as the card may, and then its
+clock falls. So a time alone does not tell whether a kernel waits or is slowed down.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 
 PERIOD_MS = 50
-# By name in a record, what nvidia-smi calls it.
+# nvidia-smi's names, by the names that records use.
 _QUERIES = {
     "mhz": "clocks.sm",
     "most_mhz": "clocks.max.sm",
@@ -19,16 +19,16 @@ _QUERIES = {
     "most_watts": "enforced.power.limit",
     "reasons": "clocks_event_reasons.active",
 }
-_CAPPED = 0x4  # of the reasons: the power cap
-_BUSY = 0.5  # of the most power: less is drawn between two programs
+_CAPPED = 0x4  # the bit of `reasons` for the power cap
+_BUSY = 0.5  # of the power limit: between two programs a GPU draws less
 
 
 @contextlib.contextmanager
 def sampled(gpu=0):
-    """Yields a dict, which holds medians of the busy samples after the block.
+    """Yields a dict that holds the medians of the busy samples after the block.
 
-    Clocks are in MHz, `capped` is the share of the samples in which the power cap held
-    the clock down. The dict stays empty where nvidia-smi is missing or tells nothing.
+    Clocks are in MHz. `capped` is the share of samples in which the power cap held the
+    clock down. The dict stays empty if nvidia-smi is missing or reports nothing.
     """
     found = {}
     program = shutil.which("nvidia-smi")
@@ -50,7 +50,7 @@ def sampled(gpu=0):
 
 
 def _sample(line):
-    """A line's numbers by name; None where there are others."""
+    """Returns a line's numbers by name, or None if it does not have all of them."""
     words = [word.strip() for word in line.split(",")]
     try:
         *numbers, reasons = [*map(float, words[:-1]), int(words[-1], 16)]

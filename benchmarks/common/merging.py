@@ -4,7 +4,7 @@ OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
 
 
 def require_same(program, name, before, after):
-    """Ends the program where two records differ in what they must share."""
+    """Ends the program if two records differ in what they must have in common."""
     if before != after:
         raise SystemExit(
             f"{program}: records to merge must have the same {name}, got {before!r} "
@@ -13,12 +13,12 @@ def require_same(program, name, before, after):
 
 
 def runs(record):
-    """What tells the runs of a record from each other."""
+    """Returns the facts that tell a record's runs apart, one dict per run."""
     return record.get("runs") or [{name: record[name] for name in OF_A_RUN}]
 
 
 def joined(before, after, **entries):
-    """`after` with `entries`, and what both have of runs and problems."""
+    """Returns `after` with `entries`, and with the runs and problems of both."""
     lists = {"runs": [*runs(before), *runs(after)]}
     lists["problems"] = before["problems"] + after["problems"]
     return {**after, **entries, **lists}

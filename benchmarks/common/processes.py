@@ -8,7 +8,7 @@ import time
 
 PORTS = (15_000, 30_000)  # below those that Linux gives out by itself
 ONE_GPU = "JAX_EP_TEST_ONE_GPU"
-# Of processes that share GPUs with others.
+# Environment of processes that share GPUs with others.
 SHARED_GPUS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
@@ -16,30 +16,30 @@ SHARED_GPUS = {
 
 
 def visible_gpus(count):
-    """Names of this process's GPUs in CUDA_VISIBLE_DEVICES, of which JAX sees `count`.
+    """Returns the names of this process's GPUs, for CUDA_VISIBLE_DEVICES.
 
-    `count` says it where that is not set.
+    If that is not set, they are the numbers of the `count` GPUs that JAX sees.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else list(map(str, range(count)))
 
 
 def one_gpu(name, processes=4):
-    """Environment of `processes` that all have that GPU, which runs them in turns.
+    """Returns the environment of `processes` that share a GPU, which runs them in turn.
 
-    Nothing can be measured so, but ranks of several processes do to each other what
-    they do with a GPU each, except over the links.
+    This is no way to measure anything. But ranks of several processes interact as they
+    would with a GPU each, except over the links.
     """
     return {
         "CUDA_VISIBLE_DEVICES": name,
         ONE_GPU: "1",
-        # Contexts and windows of all processes have the rest.
+        # The rest is for the contexts and windows of all processes.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{min(0.05, 0.6 / processes):.3f}",
     }
 
 
 def free_port() -> int:
-    """A TCP port that the kernel gives to no other process before it is used."""
+    """Returns a free TCP port, which the kernel gives to no process by itself."""
     while True:
         port = random.SystemRandom().randrange(*PORTS)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -48,14 +48,14 @@ def free_port() -> int:
 
 
 def join(port, processes, process, platform, devices=1):
-    """Joins the job, before the backend starts.
+    """Joins the job. Must be called before the backend starts.
 
     Args:
-      port: of the coordinator.
-      processes: how many; one alone needs no job.
+      port: the coordinator's port.
+      processes: how many processes there are; one alone needs no job.
       process: which of them this is.
       platform: "cpu" or "gpu".
-      devices: of each process.
+      devices: how many devices each process has.
     """
     import jax
 
@@ -83,11 +83,11 @@ def join(port, processes, process, platform, devices=1):
 
 
 def _share_one(process):
-    """Lets processes share a GPU, which takes turns between them.
+    """Lets processes share a GPU, which runs them in turn.
 
     `init` refuses that, since ranks would wait for each other's turns. It knows GPUs by
-    their UUIDs and goes on where the driver tells none. NCCL refuses it for the ranks
-    of one host.
+    their UUIDs, and goes on if the driver reports none. NCCL refuses it for ranks of
+    one host, so every process gets a host of its own.
     """
     from jax_ep._native import ffi
 
@@ -96,14 +96,14 @@ def _share_one(process):
 
 
 def client():
-    """The job's key-value store."""
-    from jax._src import distributed  # no public one has waits that end
+    """Returns the client of the job's key-value store."""
+    from jax._src import distributed  # no public one has waits with a timeout
 
     return distributed.global_state.client
 
 
 def leave(process, count):
-    """Ends this process; process 0 ends last, since its end is that of all.
+    """Ends this process. Process 0 ends last, since its end would end all others.
 
     The shutdown of jax.distributed would wait for processes that have died.
     """
@@ -116,7 +116,7 @@ def leave(process, count):
 
 
 def local(array):
-    """What this process holds of an array, in the order of ranks."""
+    """Returns this process's part of an array, in the order of ranks."""
     import numpy as np
 
     shards = sorted(array.addressable_shards, key=lambda each: each.index[0].start or 0)

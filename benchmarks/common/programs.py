@@ -1,4 +1,4 @@
-"""CUDA programs of benchmarks: built beside the kernels' headers, run, recorded."""
+"""Builds the CUDA programs of benchmarks, runs them and records what they report."""
 
 import contextlib
 import pathlib
@@ -9,7 +9,7 @@ from jax_ep._cli.bench import cuda, record
 
 @contextlib.contextmanager
 def _ending():
-    """Ends this program with what goes wrong, without a traceback."""
+    """Ends this program with an error's message, without a traceback."""
     try:
         yield
     except RuntimeError as error:
@@ -17,26 +17,29 @@ def _ending():
 
 
 def build(source, *flags, arch="sm_90"):
-    """The program of a .cu file, and nvcc's version."""
+    """Builds the program of a .cu file; returns its path and nvcc's version."""
     words = ("-I", str(recording.ROOT / "xla_ffi"), *flags)
     with _ending():
         return cuda.build(cuda.find_nvcc(), pathlib.Path(source), *words, arch=arch)
 
 
 def report(program, words, limit):
-    """What a program that is built reports in `limit` seconds."""
+    """Runs a built program for at most `limit` seconds; returns its report."""
     with _ending():
         return cuda.run(program, words, limit)
 
 
 def run(source, words, limit):
-    """What the program of a .cu file reports in `limit` seconds, and nvcc's version."""
+    """Builds and runs the program of a .cu file; returns its report and nvcc's version.
+
+    It may run for `limit` seconds.
+    """
     program, nvcc = build(source)
     return report(program, words, limit), nvcc
 
 
 def measure(kind, prefix, source, words, limit, folder):
-    """A record of what `run` reports, written to `folder` under `prefix`."""
+    """Makes a record of what `run` reports and writes it to `folder` under `prefix`."""
     reported, nvcc = run(source, words, limit)
     made = recording.head(kind, driver=record.driver(), nvcc=nvcc) | reported
     recording.write(recording.of(prefix, made), made, folder)

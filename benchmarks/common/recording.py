@@ -1,4 +1,4 @@
-"""Where records are written, and what every recorded run says about itself."""
+"""Writes records, and makes the entries that all of them have."""
 
 import json
 import pathlib
@@ -15,17 +15,17 @@ date = record.date
 
 
 def commit():
-    """The commit measured; JAX_EP_COMMIT names it where the sources are no checkout."""
+    """Returns the measured commit; outside a checkout JAX_EP_COMMIT names it."""
     return record.commit(ROOT)
 
 
 def short_device(kind):
-    """A device kind as part of a file name."""
+    """Turns a device kind into part of a file name."""
     return kind.lower().replace("nvidia ", "").replace(" ", "-")
 
 
 def of(prefix, record):
-    """The name of a record of some devices."""
+    """Returns the name of a record, with its device and their number."""
     return f"{prefix}-{short_device(record['device'])}x{record['count']}"
 
 
@@ -39,7 +39,7 @@ def write(name, record, folder=RESULTS):
 
 
 def command(module, arguments=None):
-    """What makes the same record again: without the folder for its results."""
+    """Returns the command that makes the same record, without `--results`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--results" in words:
         at = words.index("--results")
@@ -48,18 +48,18 @@ def command(module, arguments=None):
 
 
 def run(kind, module, args, arguments, **facts):
-    """A run that `module`, of benchmarks, has begun with `args`."""
+    """Returns the `record.Run` of a `module` of benchmarks that has parsed `args`."""
     told = command(module, arguments)
     return record.Run(kind, told, args.seed, args.budget, ROOT, **facts)
 
 
 def head(kind, **facts):
-    """The first entries of a record of a run without workers."""
+    """Returns the first entries of a record, for a run without workers."""
     return {"kind": kind, "commit": commit(), "date": date(), **facts}
 
 
 def head_here(kind, module, arguments, count=1, **facts):
-    """`head` of a run of `module` on `count` devices of this process."""
+    """Returns `head` for a run of `module` on `count` devices of this process."""
     return head(
         kind,
         device=jax.devices()[0].device_kind,

@@ -1,6 +1,6 @@
-"""What reports of workers' rows have in common.
+"""What the reports of workers' rows have in common.
 
-A row has a time, or an "error"; a time whose results were wrong is marked "wrong".
+A row has a time or an "error"; if the results were wrong it is marked "wrong".
 """
 
 from jax_ep._cli.bench.process import NO_TIME
@@ -12,29 +12,29 @@ def good(row):
 
 
 def error_line(row):
-    """Why a row has no time, in one line."""
+    """Says in one line why a row has no time."""
     lines = row.get("error", "not measured").splitlines() or [""]
     return lines[0][:150]
 
 
 def absent(rows):
-    """Why none of these rows has a time that counts."""
+    """Says why none of these rows has a time that counts."""
     late = all(row.get("error") == NO_TIME for row in rows)
     return "" if not rows else "no time" if late else "failed"
 
 
 def failures(rows, line):
-    """What makes a record unfit: wrong results, as `line` puts them."""
+    """Lists what makes a record unfit: rows with wrong results, formatted by `line`."""
     return [line(row) for row in rows if row.get("wrong")]
 
 
 def unfit(rows):
-    """Whether a run has failed: something is wrong, or nothing was measured."""
+    """Whether the run failed: results were wrong, or nothing was measured."""
     return any(row.get("wrong") for row in rows) or all("us" not in r for r in rows)
 
 
 def missing(rows, problems, line):
-    """What was not measured."""
+    """Lists what was not measured."""
     return [*(line(row) for row in rows if "us" not in row), *problems]
 
 

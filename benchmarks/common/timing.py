@@ -1,4 +1,4 @@
-"""Times of calls that are enqueued ahead, by the host's clock."""
+"""Times calls that are enqueued ahead, by the host's clock."""
 
 import collections
 import time
@@ -7,10 +7,10 @@ import jax
 
 
 def seconds(run, calls, in_flight):
-    """Seconds per call of `run(0)` to `run(calls - 1)`.
+    """Returns the seconds per call of `run(0)` to `run(calls - 1)`.
 
-    The host's work hides behind the device's. At most `in_flight` calls are unfinished
-    besides the newest, since their outputs need memory.
+    The host's work hides behind the device's. Besides the newest call at most
+    `in_flight` are unfinished, since their outputs need memory.
     """
     start = time.perf_counter()
     running = collections.deque()

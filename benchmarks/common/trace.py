@@ -1,6 +1,6 @@
-"""What the profiler saw of one call.
+"""Traces one call with the profiler, and sums up what it saw.
 
-Nothing here may cost a measurement: a row says what could not be traced.
+A failure here must not cost a measurement: the row says what could not be traced.
 """
 
 import collections
@@ -11,9 +11,9 @@ import jax
 
 from jax_ep._cli.bench import process
 
-_NAME = 120  # of a kernel, which may have a page of template arguments
+_NAME = 120  # characters of a kernel's name: template arguments may fill a page
 _EXCHANGE = ("jax_ep", "nccl")
-# Kernels of jax_ep's that multiply, or quantise weights.
+# jax_ep's kernels that multiply, or that quantise weights.
 _EXPERTS = ("matmulkernel", "fourbitkernel", "quantizematriceskernel")
 
 
@@ -30,19 +30,19 @@ def _is_exchange(name):
 
 
 def _streams(planes):
-    """The planes of GPUs, and of each the lines of what its streams ran."""
+    """Yields each GPU's plane and the lines of its streams."""
     for plane in planes:
         if plane.name.startswith("/device:GPU"):
-            # XLA's own lines repeat, by module and by op, what streams did.
+            # XLA's own lines repeat what streams did, by module and by op.
             lines = [line for line in plane.lines if line.name.startswith("Stream")]
             yield plane, lines
 
 
 def kernels(planes):
-    """What the first GPU ran, by name, longest first, and for how long it was busy.
+    """Returns the kernels that the first GPU ran, longest first, and its busy time.
 
-    `busy_us` is the sum of all streams' kernels. Where there is one stream, the rest of
-    `span_us` is gaps between them.
+    `busy_us` is the sum over the kernels of all streams. With a single stream, the rest
+    of `span_us` is gaps between them.
     """
     for _, lines in _streams(planes):
         events = [event for line in lines for event in line.events]
@@ -65,9 +65,10 @@ def kernels(planes):
 
 
 def summary(planes):
-    """When the exchange and the rest began and ended, for each stream of each GPU.
+    """Returns when the exchange and the rest began and ended, by GPU and stream.
 
-    In microseconds since the first event of a GPU; also counts the copies between GPUs.
+    Times are in microseconds since the GPU's first event. Also counts the copies
+    between GPUs.
     """
     streams, copies = [], 0
     for plane, lines in _streams(planes):
@@ -98,7 +99,7 @@ def summary(planes):
 
 
 def traced(program, *arguments, made=summary):
-    """What `made` makes of one call of a compiled program, or what went wrong."""
+    """Traces one call of a compiled program; returns `made` of it, or an error."""
     try:
         jax.block_until_ready(program(*arguments))
         with tempfile.TemporaryDirectory() as folder:
@@ -115,6 +116,6 @@ def traced(program, *arguments, made=summary):
 
 
 def require_copies(arrangement, trace):
-    """Raises where copy engines should have moved rows and no copies were seen."""
+    """Raises if copy engines should have moved rows but no copies were seen."""
     if arrangement == "copy_halves" and trace.get("peer_copies") == 0:
         raise RuntimeError("no copies between GPUs in the trace: others moved the rows")

@@ -1,1 +1,1 @@
-"""Times of whole expert layers, and of their grouped matmuls."""
+"""Benchmarks of whole expert layers, their grouped matmuls and their routers."""

@@ -1,4 +1,4 @@
-"""The inputs, programs, comparisons and times of layer.py's workers."""
+"""Makes inputs and programs for layer.py's workers, compares results and times them."""
 
 import dataclasses
 import functools
@@ -17,18 +17,19 @@ from benchmarks.layers import kinds
 from jax_ep._cli.bench import checks, loops, routings
 from jax_ep._cli.bench.transports import normal
 
-DRAWS = 2  # token arrays that calls take in turn; each has a routing of its own
+DRAWS = 2  # token arrays that calls take in turn, each with a routing of its own
 PASSES = ("forward", "both")
-MICROBATCHES = (1, 8)  # of a step
+MICROBATCHES = (1, 8)  # per step
 _GROUP_MULTIPLE = 128
-# Of the largest element: sums round in other places, and fp8 tokens have 3 bits.
+# Relative to the largest element. Sums round in other places, and elements of fp8
+# tokens have 3 bits of mantissa.
 TOLERANCES = {"bf16": 0.03, "fp8_block128": 0.15}
 SPECS = {"router": P(), "gate_up": P("ep"), "down": P("ep")}
 
 
 @dataclasses.dataclass
 class Case:
-    """One size of layer: global arrays, and what their routing needs."""
+    """One size of layer: its global arrays, and the rows that their routing needs."""
 
     mesh: Mesh
     sizes: dict  # hidden, inner, experts, top_k, tokens per rank
@@ -40,7 +41,7 @@ class Case:
 
 
 def make_case(mesh, sizes, seed):
-    """Random tokens and parameters; the router's own choices are the routing."""
+    """Draws random tokens and parameters; the router's own choices are the routing."""
     hidden, inner, experts = sizes["hidden"], sizes["inner"], sizes["experts"]
     keys = iter(jax.random.split(jax.random.key(seed), 4 + DRAWS))
 
@@ -71,7 +72,7 @@ def make_case(mesh, sizes, seed):
 
 
 def group_sizes(case):
-    """int32 [experts], global: how many of the first tokens' rows each expert gets."""
+    """Returns the rows that each expert gets of the first tokens: global int32 [E]."""
 
     @jax.jit
     def count(tokens, router):
@@ -84,12 +85,12 @@ def group_sizes(case):
 
 
 def compiling(case, layer, *operands):
-    """By pass, functions that compile `layer` on the case's global arrays.
+    """Returns, by pass, functions that compile `layer` on the case's global arrays.
 
-    "forward" returns what the layer does; "both" also every gradient, with random
-    cotangents of the float outputs. `operands` are what the layer takes besides: first
-    arrays of floats, then others, which may be pytrees. A program takes tokens, and
-    other operands in place of these if any are given.
+    "forward" returns what the layer returns; "both" also returns every gradient, for
+    random cotangents of the float outputs. `operands` are the layer's other arguments:
+    first arrays of floats, then others, which may be pytrees. A compiled program takes
+    tokens, and optionally operands that replace these.
     """
     mapped = jax.shard_map(
         layer,
@@ -134,12 +135,12 @@ def compiling(case, layer, *operands):
 
 
 def _is_float(x):
-    """Whether it is an array of floats: no other array, and no pytree of several."""
+    """Whether `x` is an array of floats, not another array or a pytree of several."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _split(outputs):
-    """Floats, and the rest."""
+    """Splits outputs into arrays of floats and the rest."""
     floats = [_is_float(x) for x in outputs]
     return tuple(x for x, f in zip(outputs, floats, strict=True) if f), [
         x for x, f in zip(outputs, floats, strict=True) if not f
@@ -154,11 +155,12 @@ def _cotangent(case, output):
 
 
 def errors(got, want):
-    """Largest error of y and of each gradient over the largest element, by name.
+    """Returns the largest errors of y and each gradient, over the largest element.
 
-    `got` and `want` are what "both" returns. Tokens that lost a row are left out of
-    what is per token. If other tokens lost rows than are wanted to, the parameters are
-    left out too, since their gradients are sums over all tokens.
+    `got` and `want` are what "both" returns. Arrays with a row per token are compared
+    without the tokens that lost a row. If `got` and `want` lost rows of different
+    tokens, the gradients of parameters are left out, since they are sums over all
+    tokens.
     """
     (y, dropped), (tokens, params) = got
     (want_y, want_dropped), (want_tokens, want_params) = want
@@ -173,20 +175,20 @@ def errors(got, want):
 
 
 def quantizing(case):
-    """A function that makes codes of the experts' weights, in all orders of kernels."""
+    """Returns a function that makes the weights' codes in every order kernels read."""
     quantize = functools.partial(jax_ep.experts.quantize_weights, backward=True)
     program = checks.mapped(case.mesh, quantize)
     return lambda: program(case.params["gate_up"], case.params["down"])
 
 
 def quantized_bytes(case, codes):
-    """What a rank at least reads and writes to make codes of its weights."""
+    """Returns the bytes that a rank reads and writes to make codes of its weights."""
     arrays = jax.tree.leaves((case.params["gate_up"], case.params["down"], codes))
     return sum(array.nbytes for array in arrays) // case.mesh.size
 
 
 def measure(case, run, milliseconds, repeats, in_flight=2):
-    """Milliseconds per call: median, least and most of the repeats."""
+    """Returns milliseconds per call: median, least and most of the repeats."""
     draws = case.tokens
     jax.block_until_ready([run(tokens) for tokens in draws])
     start = time.perf_counter()
@@ -194,7 +196,7 @@ def measure(case, run, milliseconds, repeats, in_flight=2):
     once = time.perf_counter() - start
     calls = max(2, math.ceil(milliseconds / 1e3 / once))
 
-    # A call's gradients are as large as the parameters.
+    # Few are in flight, since a call's gradients are as large as the parameters.
     def repeat():
         seconds = timing.seconds(lambda i: run(draws[i % len(draws)]), calls, in_flight)
         return seconds * 1e3
@@ -204,20 +206,21 @@ def measure(case, run, milliseconds, repeats, in_flight=2):
 
 
 def measure_step(case, run, quantize, microbatches, milliseconds, repeats):
-    """As `measure`, per step: codes of the weights once, then calls with these codes.
+    """Like `measure`, per step, which makes codes of the weights once for its calls.
 
-    Without `quantize` a step is its calls alone.
+    Without `quantize` a step is just its calls.
     """
     draws, codes = case.tokens, []
 
     def call(index):
         if quantize is not None and index % microbatches == 0:
-            codes.clear()  # calls that still need them keep them
+            codes.clear()  # calls in flight keep the codes that they need
             codes.append(quantize())
         return run(draws[index % len(draws)], *codes)
 
     def repeat(steps):
-        # Outputs are as large as the parameters, and there are codes of two steps.
+        # One in flight: outputs are as large as the parameters, and the codes of two
+        # steps may exist.
         return timing.seconds(call, steps * microbatches, 1) * microbatches
 
     repeat(1)

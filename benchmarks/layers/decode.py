@@ -1,22 +1,27 @@
-"""Times the experts of a decode step, few rows each, on one Hopper GPU.
+"""Times experts that get few rows each, as in a decode step, on one Hopper GPU.
 
     python -m benchmarks.layers.decode [--rows 1024 16] [--layer]
 
-64 experts of hidden 7168 and inner 2048, and tokens of 8 distinct experts each, drawn
-uniformly. The ways: `bf16` is `jax_ep.experts.hopper`; `fp8` and `mxfp4` are
-`jax_ep.experts.fp8` with weights in these formats, on rows that are codes for `fp8`,
-bfloat16 for `mxfp4`, and codes for `mxfp4-fp8`; `batched` is one matmul with equally
-many rows for every expert, in bfloat16, as cuBLAS does it. The limit is `read`: XLA's
-maximum over as many bytes as the weights of the experts that are hit have in a format,
-the faster of two forms. Microseconds of a step, the rate at which weights of experts
-that are hit were read, and the time over that of `read`. Everything with as many rows
-is timed by turns, and rows of the results are compared with float32 products of the
-same codes. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs: for each kind of
-weights its time, and that of the same program with experts that return their rows
-unchanged, `exchange`. With --kernels one call of each, of as many steps as there are
-draws, is profiled: what the first GPU ran, and for how long.
-Leaves benchmarks/results/decode-<device>x<n>-<date>.json. With --tiny, on a machine
-without such a GPU, what runs everywhere replaces the kernels.
+There are 64 experts of hidden 7168 and inner 2048. Every token has 8 distinct experts,
+drawn uniformly.
+
+The ways: `bf16` is `jax_ep.experts.hopper`. `fp8`, `mxfp4` and `mxfp4-fp8` are
+`jax_ep.experts.fp8` with weights in fp8_block128 or mxfp4; rows are codes for `fp8` and
+`mxfp4-fp8`, and bfloat16 for `mxfp4`. `batched` is one bfloat16 matmul with equally
+many rows for every expert, as cuBLAS does it. The limit is `read`: XLA's maximum over
+as many bytes as the weights of the experts that are hit have in a format, in the faster
+of two forms.
+
+For each way it reports microseconds per step, the GB/s at which the weights of experts
+that are hit were read, and the time over that of `read`. Everything with the same
+number of rows is timed in turn, and rows of the results are compared with float32
+products of the same codes. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs:
+for each kind of weights the layer's time, and as `exchange` that of the same program
+with experts that return their rows unchanged. With --kernels one call of each of these
+programs, which makes a step per draw, is profiled: what the first GPU ran, and for how
+long.
+Writes benchmarks/results/decode-<device>x<n>-<date>.json. With --tiny it also runs on a
+machine without such a GPU, with what runs everywhere in place of the kernels.
 """
 
 import functools
@@ -44,19 +49,19 @@ from jax_ep._experts import select
 SIZES = Sizes(7168, 2048, 64, 8)
 SMALL = Sizes(128, 128, 8, 2)
 ROWS = (1024, 256, 64, 16, 8)
-TOKENS = (1, 8, 32, 128)  # per rank, of whole layers
+TOKENS = (1, 8, 32, 128)  # per rank, for whole layers
 TINY = ("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0", "--kernels")
-STEPS = 40  # of a time, so that the host's wait for its end does not count
+STEPS = 40  # per measurement, so that the host's wait for its end hardly counts
 IN_FLIGHT = 16
-# Of a row's norm: codes of the activation differ where it is near a tie, and `batched`
-# rounds gate and up.
+# Relative to a row's norm. Activations near a tie get other codes, and `batched` rounds
+# gate and up.
 BOUND = 0.02
 
 
 def by_turns(runs, seconds):
-    """Microseconds of a step, by name.
+    """Times all runs in turn; returns microseconds per step, by name.
 
-    `runs` are functions of a call's number, and the steps of a call.
+    `runs` has pairs: a function of the call's number, and how many steps a call makes.
     """
     times = {name: [] for name in runs}
     for run, _ in runs.values():
@@ -71,7 +76,7 @@ def by_turns(runs, seconds):
 
 
 def tried(make):
-    """What `make` returns, a row's first entries and runs; of an error no runs."""
+    """Returns what `make` does, a row's first entries and runs, or an error's row."""
     try:
         return make()
     except Exception as error:  # of one way of many
@@ -79,7 +84,7 @@ def tried(make):
 
 
 def checked(difference):
-    """Entries of a row for how far results are from what they should be."""
+    """Returns the entries of a row that say how far off its results are."""
     return {"difference": difference, "wrong": not difference < BOUND}
 
 
@@ -87,7 +92,7 @@ def checked(difference):
 
 
 def prepare_reads(words, hit, bytes_):
-    """Runs of `read`; by format what its row says."""
+    """Returns the runs of `read`, and the entries of its row for each format."""
     runs, facts = {}, {}
     for name in FORMATS:
         count = min(steps.rounded(hit * bytes_[name] / 4), len(words))
@@ -100,7 +105,7 @@ def prepare_reads(words, hit, bytes_):
 
 
 def prepare_way(way, draws, weights):
-    """What its row says, and its run."""
+    """Returns the entries of a way's row, and the run to time."""
     program = jax.jit(steps.in_turn(functools.partial(steps.run_way, way)))
     outs = program(draws, weights)
     facts = checked(steps.difference(way, outs, draws, weights))
@@ -108,7 +113,7 @@ def prepare_way(way, draws, weights):
 
 
 def measure_experts(sizes, args):
-    """Rows of `read` and of each way."""
+    """Yields the rows of `read` and of each way."""
     random = grouped.Random(np.random.default_rng(args.seed))
     weights = steps.make_weights(sizes, args.seed)
     bytes_ = {name: steps.bytes_of_expert(each) for name, each in weights.items()}
@@ -148,12 +153,12 @@ def measure_experts(sizes, args):
 
 @experts.takes_dispatched
 def unchanged(d, *_, **__):
-    """Experts that return their rows."""
+    """Experts that return their rows unchanged."""
     return d.tokens if d.scales is None else jax_ep.dequantize(d)
 
 
 def layer_params(router, weights):
-    """As `jax_ep.moe_ffn` takes them, and their specifications."""
+    """Returns the parameters of `jax_ep.moe_ffn`, and their specs."""
     if isinstance(weights, experts.QuantizedWeights):
         params = {"router": router, "experts": weights}
     else:
@@ -162,7 +167,7 @@ def layer_params(router, weights):
 
 
 def of_rank(array, rank, ranks):
-    """What a rank holds of an array."""
+    """Returns a rank's part of an array."""
     start = rank * (array.shape[0] // ranks)
     shards = array.addressable_shards
     (found,) = (one.data for one in shards if (one.index[0].start or 0) == start)
@@ -170,7 +175,7 @@ def of_rank(array, rank, ranks):
 
 
 def layer_difference(outs, draws, router, weights, coded, ranks, top_k):
-    """Of the first token of each draw."""
+    """Returns the largest difference of the first token's output, over all draws."""
     largest, router = [], np.asarray(router)
     for out, tokens in zip(outs, draws, strict=True):
         token = np.asarray(of_rank(tokens, 0, ranks)[0])
@@ -188,7 +193,7 @@ def layer_difference(outs, draws, router, weights, coded, ranks, top_k):
 
 
 def prepare_layer(kind, mesh, sizes, tokens, draws, router, weights, handles):
-    """What its row says, and the runs of layer and exchange."""
+    """Returns the entries of a layer's row, and the runs of layer and exchange."""
     name, coded = WAYS[kind]
     config = jax_ep.EPConfig(
         num_experts=router.shape[1],
@@ -223,7 +228,7 @@ def prepare_layer(kind, mesh, sizes, tokens, draws, router, weights, handles):
 
 
 def measure_layers(sizes, args):
-    """Rows of whole layers, by kind of weights."""
+    """Yields the rows of whole layers, one per kind of weights."""
     mesh = process.ep_mesh(args.devices)
     weights = steps.make_weights(sizes, args.seed, mesh)
     keys = jax.random.split(jax.random.key(args.seed + 1), 1 + DRAWS)
@@ -252,7 +257,7 @@ def measure_layers(sizes, args):
 
 
 def layer_rows(args, tokens, runs, facts, us):
-    """A row for each kind of weights, while its handle is open."""
+    """Yields a row for each kind of weights, while its handle is open."""
     for kind, found in facts.items():
         row = {"part": "layer", "tokens": tokens, "way": kind, **found}
         if (kind, "layer") in us:
@@ -271,7 +276,7 @@ def layer_rows(args, tokens, runs, facts, us):
 
 
 def line(row):
-    """A row in words."""
+    """Formats a row as one line."""
     if "rows" in row:
         head = f"{row['rows']} rows, {row['hit']:g} experts, {row['way']}"
         head += "" if row["way"] in WAYS else f" {row['format']}"
@@ -294,7 +299,7 @@ def line(row):
 
 
 def unfit(rows):
-    """Whether something is wrong, or was not measured."""
+    """Whether a row is wrong or was not measured."""
     return any(row.get("wrong") or "us" not in row for row in rows)
 
 

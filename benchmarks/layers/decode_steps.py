@@ -1,4 +1,4 @@
-"""Weights, steps, reads and comparisons of decode.py."""
+"""Makes the weights, steps and reads of decode.py, and compares their results."""
 
 import functools
 import typing
@@ -15,7 +15,7 @@ from jax_ep._experts import quantized, select
 
 
 class Sizes(typing.NamedTuple):
-    """Of the experts of one GPU, and of a token's choice."""
+    """Sizes of the experts of one GPU, and how many of them a token chooses."""
 
     hidden: int
     inner: int
@@ -24,7 +24,7 @@ class Sizes(typing.NamedTuple):
 
 
 FORMATS = ("bf16", "fp8_block128", "mxfp4")
-# By way, the format of its weights, and whether its rows are codes.
+# (the format of the weights, whether the rows are codes)
 WAYS = {
     "bf16": ("bf16", False),
     "fp8": ("fp8_block128", True),
@@ -32,18 +32,19 @@ WAYS = {
     "mxfp4-fp8": ("mxfp4", True),
     "batched": ("bf16", False),
 }
-DRAWS = 4  # of rows and their experts; the steps of a program
-WORDS = 8192  # in a row of a read
-STREAMS = 64  # of the other form
+DRAWS = 4  # of rows and their experts: a program has one step for each
+WORDS = 8192  # per row, in the form "rows" of a read
+STREAMS = 64  # in the form "streams"
 
 
 # ---- Weights ------------------------------------------------------------------------
 
 
 def random_weights(sizes, seed, index):
-    """gate_up and down in bfloat16, of the experts that `index` [L] numbers."""
+    """Draws gate_up and down in bfloat16, for the experts with numbers `index` [L]."""
 
-    # By expert, as below: XLA's values on the way to all would be many times as large.
+    # One expert at a time, as below: for all at once XLA's temporaries would be many
+    # times as large.
     def one(number):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
         shapes = (sizes.hidden, 2, sizes.inner), (sizes.inner, sizes.hidden)
@@ -56,10 +57,10 @@ def random_weights(sizes, seed, index):
 
 
 def in_format(name, gate_up, down):
-    """Weights of "bf16" are a pair of matrices, others a `QuantizedWeights`."""
+    """Returns a pair of matrices for "bf16", a `QuantizedWeights` for other formats."""
     if name == "bf16":
         return gate_up, down
-    if name == "fp8_block128":  # which a kernel makes in one pass
+    if name == "fp8_block128":  # a kernel makes its codes in one pass
         return experts.quantize_weights(gate_up, down, format=name)
 
     def one(matrices):
@@ -71,7 +72,7 @@ def in_format(name, gate_up, down):
 
 
 def make_weights(sizes, seed, mesh=None):
-    """By format; with a mesh each rank's own."""
+    """Returns weights by format. With a mesh, every rank has experts of its own."""
     ranks = mesh.size if mesh else 1
     index = np.arange(ranks * sizes.groups, dtype=np.int32)
     bf16 = functools.partial(random_weights, sizes, seed)
@@ -92,14 +93,14 @@ def make_weights(sizes, seed, mesh=None):
 
 
 def bytes_of_expert(weights):
-    """What a step reads of the weights of an expert that is hit."""
+    """Returns the bytes of weights that a step reads for an expert that is hit."""
     if not isinstance(weights, experts.QuantizedWeights):
         arrays = weights
     elif weights.gate_up_turned is None:
         arrays = jax.tree.leaves(weights)
     else:
         arrays = [weights.gate_up_turned, weights.down_turned]
-        if weights.format == "fp8_block128":  # other tiles hold their scales
+        if weights.format == "fp8_block128":  # tiles of other formats hold their scales
             arrays += [weights.gate_up_scales, weights.down_scales]
     return sum(array.nbytes for array in arrays) // len(arrays[0])
 
@@ -108,7 +109,7 @@ def bytes_of_expert(weights):
 
 
 class Draw(typing.NamedTuple):
-    """Rows of one step by expert, as they are and as codes."""
+    """Rows of one step, ordered by expert: as they are, and as codes."""
 
     values: typing.Any  # bfloat16 [N, H]
     codes: typing.Any
@@ -117,7 +118,7 @@ class Draw(typing.NamedTuple):
 
 
 def draw_sizes(rng, sizes, rows):
-    """Rows of each expert; a token's experts are distinct."""
+    """Draws how many rows each expert gets; a token's experts are distinct."""
     chosen = [
         rng.permutation(sizes.groups)[: sizes.top_k] for _ in range(rows // sizes.top_k)
     ]
@@ -136,7 +137,7 @@ def make_draws(random, sizes, rows):
 
 
 def dispatched(draw, coded):
-    """A draw as if a dispatch had brought it."""
+    """Returns a draw as if a dispatch had returned it."""
     none: typing.Any = None  # experts read no route
     count, sizes = draw.values.shape[0], draw.sizes
     return jax_ep.Dispatched(
@@ -158,13 +159,13 @@ def dispatched(draw, coded):
 
 
 def plain_experts():
-    """The kernels, or what replaces them where there are none."""
+    """Returns the kernels, or what replaces them where they do not run."""
     missing = select.device_obstacle() is not None
     return experts.ragged_dot if missing else experts.hopper
 
 
 def run_way(way, draw, weights):
-    """`[N, H]` of a step."""
+    """Returns the experts' output `[N, H]` for one step."""
     name, coded = WAYS[way]
     if way == "batched":
         run = grouped.batched_experts(weights[0].shape[0])
@@ -175,13 +176,13 @@ def run_way(way, draw, weights):
 
 
 def in_turn(step):
-    """A function of (draws, operand) that returns what `step` makes of each draw."""
+    """Returns a function of (draws, operand) that runs `step` on each draw in turn."""
 
     def run(draws, operand):
         found = []
         for draw in draws:
             if found:
-                # One after the other: XLA would merge small operations of several.
+                # Otherwise XLA would merge small operations of several steps.
                 draw, found[-1] = jax.lax.optimization_barrier((draw, found[-1]))
             found.append(step(draw, operand))
         return found
@@ -193,24 +194,24 @@ def in_turn(step):
 
 
 def rounded(count):
-    """A number of words that both forms of `read` take."""
+    """Rounds to a number of words that both forms of `read` can take."""
     unit = WORDS * STREAMS
     return max(1, round(count / unit)) * unit
 
 
 def make_words(count):
-    """int32 0, 1, ...: as many as the largest read takes."""
+    """Returns int32 0, 1, ..., as many as the largest read takes."""
     return jax.jit(lambda: jax.lax.iota(jnp.int32, rounded(count)))()
 
 
 def largest_of_rows(words, start, count):
-    """One reduction, of each row of `WORDS`."""
+    """Reads by one reduction of each row of `WORDS`."""
     part = jax.lax.slice_in_dim(words, start, start + count)
     return jnp.max(part.reshape(-1, WORDS), axis=1)
 
 
 def largest_of_streams(words, start, count):
-    """One elementwise operation on `STREAMS` parts, side by side."""
+    """Reads by one elementwise operation on `STREAMS` parts, side by side."""
     size = count // STREAMS
     ends = range(start, start + count, size)
     parts = [jax.lax.slice_in_dim(words, at, at + size) for at in ends]
@@ -221,7 +222,10 @@ READS = {"rows": largest_of_rows, "streams": largest_of_streams}
 
 
 def reading(how, words, count):
-    """A function of a call's number: reads `count` words from either end in turn."""
+    """Returns a function of the call's number that reads `count` words.
+
+    They are at either end of `words`, in turn.
+    """
     starts = sorted({0, len(words) - count})
     programs = [
         jax.jit(functools.partial(READS[how], start=start, count=count))
@@ -231,7 +235,7 @@ def reading(how, words, count):
 
 
 def read_wrongly(how, found, count):
-    """Whether a read from the start missed something."""
+    """Whether a read from the start has a wrong result."""
     if how == "rows":
         want = np.arange(WORDS - 1, count, WORDS)
     else:
@@ -244,7 +248,7 @@ def read_wrongly(how, found, count):
 
 @functools.partial(jax.jit, static_argnames="coded")
 def wanted(weights, expert, row, coded):
-    """What one expert makes of a row `[H]`, in float32 from the same codes."""
+    """Computes one expert's output for a row `[H]`, in float32 from the same codes."""
     if isinstance(weights, experts.QuantizedWeights):
         weights = weights.canonical()
     own = jax.tree.map(
@@ -267,7 +271,7 @@ def wanted(weights, expert, row, coded):
 
 
 def distance(found, want):
-    """The norm of the difference, of that of `want`; of rows the largest."""
+    """Returns the largest norm of a row's difference over that of `want`."""
     found, want = (np.asarray(each, np.float64) for each in (found, want))
     return float(
         np.max(np.linalg.norm(found - want, axis=-1) / np.linalg.norm(want, axis=-1))
@@ -275,7 +279,10 @@ def distance(found, want):
 
 
 def difference(way, outs, draws, weights):
-    """Of some rows of each draw: the first, the last, and one of the largest group."""
+    """Returns the largest distance of some rows of each draw from what they should be.
+
+    These are the first, the last, and the first of the largest group.
+    """
     largest = []
     for out, draw in zip(outs, draws, strict=True):
         sizes, count = np.asarray(draw.sizes), len(draw.values)

@@ -2,18 +2,21 @@
 
     python -m benchmarks.layers.grouped [--cases large-256] [--room 1 4]
 
-For each size and each way to multiply: microseconds, and teraflops of the rows that
-groups hold. Of single matmuls (gate and up, down): forward, gradients of rows, and of
-matrices. Of whole experts with SwiGLU: forward, and forward with all gradients.
-`hopper` are the kernels, `jax` is `jax.lax.ragged_dot` under whatever XLA_FLAGS say; on
-request `jax_grouped_gemm` and `jax_fusion` are the same with the options of XLA that
-are named so, and `tokamax`, for single matmuls, is that library's; `batched` is one
-matmul with equally many rows per expert, as cuBLAS does it: the yardstick. `fp8` runs
-whole experts on codes of rows and weights that were made beforehand; `quantize` is how
-long those of the weights take. `--room` is how many rows the operand has for each that
-a group holds. Results are compared.
-Leaves benchmarks/results/grouped-<device>x1-<date>.json. With
---tiny, on a machine without such a GPU, the kernels are lowered for one.
+For each size and each way to multiply it reports microseconds, and teraflops of the
+rows that groups hold. Single matmuls (gate and up, down) are timed forward, for the
+gradients of rows and for those of matrices. Whole experts with SwiGLU are timed
+forward, and forward with all gradients. A time is that of one call: the median of
+bursts of 5 calls, for `--seconds`.
+
+`hopper` are the kernels. `jax` is `jax.lax.ragged_dot` under whatever XLA_FLAGS say; on
+request `jax_grouped_gemm` and `jax_fusion` are the same with XLA's options of these
+names, and `tokamax`, for single matmuls, is that library's. `batched` is the yardstick:
+one matmul with equally many rows per expert, as cuBLAS does it. `fp8` runs whole
+experts on codes of rows and weights that were made beforehand; `quantize` is how long
+the codes of the weights take. `--room` is how many rows the operand has for each row
+that a group holds. Results are compared.
+Writes benchmarks/results/grouped-<device>x1-<date>.json. With --tiny it also runs on a
+machine without such a GPU: there the kernels are only lowered for one.
 """
 
 import os
@@ -40,7 +43,7 @@ class Case(typing.NamedTuple):
     hidden: int
     inner: int
     groups: int
-    rows: int  # that groups hold
+    rows: int  # in groups
 
 
 CASES = {
@@ -53,18 +56,18 @@ CASES = {
 SMALL = {"tiny": Case(128, 128, 2, 256)}
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
 WAYS = ("hopper", "jax", "batched", "fp8")
-# `jax.lax.ragged_dot` with options of XLA's, each on for that way alone.
+# `jax.lax.ragged_dot` with an option of XLA that is only on for that way.
 FLAGS = {
     "jax_grouped_gemm": "xla_gpu_experimental_use_ragged_dot_grouped_gemm",
     "jax_fusion": "xla_gpu_experimental_use_ragged_dot_fusion",
 }
-# Of a library, and of flags, that not everyone has.
+# They need a library, or flags, that not everyone has.
 MORE_WAYS = ("tokamax", *FLAGS)
-# XLA multiplies every row by every group's matrix.
+# Ways in which XLA may multiply every row by every group's matrix.
 DENSE = ("jax", *FLAGS)
-CALLS = 5  # of a time
-IN_FLIGHT = 2  # whose results need memory: gradients of large-256 are 6 GB
-# Errors of results, over the largest element: of products in bfloat16, and of codes.
+CALLS = 5  # per time
+IN_FLIGHT = 2  # calls, whose results need memory: gradients of large-256 are 6 GB
+# Errors of results over the largest element: of products in bfloat16, and of codes.
 BOUNDS = {"hopper": 0.02, "fp8": 0.25}
 
 
@@ -72,7 +75,7 @@ BOUNDS = {"hopper": 0.02, "fp8": 0.25}
 
 
 class Tokamax:
-    """That library's ragged dot, by the implementation that it chooses."""
+    """tokamax's ragged dot, with the implementation that it chooses."""
 
     def rows(self, rows, matrices, sizes, transposed):
         contracting = ((1,), (2 if transposed else 1,))
@@ -91,7 +94,7 @@ class Tokamax:
 
 
 def products(op, groups):
-    """By name, each taking (left, right, group sizes)."""
+    """Returns the ways of one matmul by name, functions of (left, right, sizes)."""
     transposed = op == "to rows"
     hopper = grouped.Hopper()
     ragged = grouped.Ragged(None)
@@ -113,27 +116,27 @@ def products(op, groups):
 
 
 class Random:
-    """Operands on the device, from one seed."""
+    """Draws operands on the device, all from one seed."""
 
     def __init__(self, rng):
-        """Takes what sizes are drawn from, too."""
+        """`rng` draws the seed, and the sizes of groups."""
         self.rng = rng
         self.key = jax.random.key(int(rng.integers(2**31)))
 
     def normal(self, shape, scale=1.0, held=None):
-        """In bfloat16, with zeros where no group has a row."""
+        """Draws bfloat16 values; rows from `held` on, in no group, are zero."""
         self.key, key = jax.random.split(self.key)
         values = jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(scale)
         return values if held is None else values.at[held:].set(0)
 
     def sizes(self, groups, held):
-        """As many rows per group as chance gives."""
+        """Draws the sizes of groups: every row's group is random."""
         found = self.rng.multinomial(held, np.full(groups, 1 / groups))
         return jnp.asarray(found, jnp.int32)
 
 
 def product_operands(random, op, rows, a, b, groups, held):
-    """Rows, and matrices or other rows."""
+    """Draws rows, matrices or other rows, and the sizes of groups."""
     left = random.normal((rows, a), held=held)
     if op == "to matrices":
         right = random.normal((rows, b), held=held)
@@ -146,7 +149,7 @@ def product_operands(random, op, rows, a, b, groups, held):
 
 
 def batched_experts(groups):
-    """SwiGLU by batched matmuls, of equally many rows per expert."""
+    """Returns SwiGLU experts as batched matmuls with equally many rows per expert."""
 
     def run(rows, gate_up, down, _):
         x = rows[: len(rows) // groups * groups].reshape(groups, -1, rows.shape[1])
@@ -158,14 +161,14 @@ def batched_experts(groups):
 
 
 class Coded(typing.NamedTuple):
-    """What has gradients, and codes of it: of rows or of weights."""
+    """Rows or weights: plain ones, which get gradients, and their codes."""
 
     plain: typing.Any
     codes: typing.Any
 
 
 def fp8(rows, gate_up, down, sizes):
-    """`jax_ep.experts.fp8`; rows and gate_up are `Coded`."""
+    """Calls `jax_ep.experts.fp8`; rows and gate_up are `Coded`."""
     none: typing.Any = None  # experts read no route
     d = jax_ep.Dispatched(
         tokens=rows.codes[0],
@@ -187,7 +190,7 @@ def fp8(rows, gate_up, down, sizes):
 
 
 def with_gradients(run):
-    """The results of experts, and gradients of rows and of both matrices."""
+    """Returns a function that returns results, and gradients of rows and matrices."""
 
     def both(rows, gate_up, down, sizes):
         def of_plain(*plain):
@@ -216,7 +219,7 @@ def median_us(run, args, seconds):
 
 
 def difference(found, wanted, held):
-    """Of the largest element; of arrays of rows `held` count."""
+    """Returns the largest difference over the largest element, in `held` rows."""
     largest = 0.0
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         got, want = (x[:held].astype(jnp.float32) for x in (got, want))
@@ -226,16 +229,16 @@ def difference(found, wanted, held):
 
 
 def lowered(program, args):
-    """How many kernels XLA gets of a program, for a GPU that is not there."""
+    """Returns how many kernels a program has if it is lowered for an absent GPU."""
     with mock.patch.object(select, "device_obstacle", return_value=None):
-        # Of a function that nothing was traced of before.
+        # A new function, so that no earlier trace is reused.
         traced = jax.jit(lambda *given: program(*given)).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return text.count("custom_call @ep_")
 
 
 def timed(name, program, args, flops, seconds):
-    """What a row says of a way, besides its place; and its results, or None."""
+    """Times a way; returns the row's entries besides its place, and results or None."""
     if name in ("hopper", "fp8") and jax.default_backend() != "gpu":
         return {"kernels": lowered(program, args)}, None
     options = {FLAGS[name]: True} if name in FLAGS else None
@@ -256,7 +259,7 @@ def timed(name, program, args, flops, seconds):
 
 
 def compared(name, row, results, wanted, held):
-    """`row`, with how far results are from `wanted`."""
+    """Adds to `row` how far results are from `wanted`, and returns it."""
     if results is None or wanted is None:
         return row
     row["difference"] = difference(results, wanted, held)
@@ -265,7 +268,7 @@ def compared(name, row, results, wanted, held):
 
 
 def compared_library(row, results, wanted, held):
-    """The same of a library's way, whose time is left out if its results are wrong."""
+    """Like `compared`, for ways of others: drops the time if the results are wrong."""
     if not compared("hopper", row, results, wanted, held).pop("wrong", False):
         return
     row["error"] = f"results differ by {row['difference']:.2f} of the largest"
@@ -274,7 +277,7 @@ def compared_library(row, results, wanted, held):
 
 
 def measure_products(case, room, random, names, dense_groups, seconds):
-    """Rows of single matmuls."""
+    """Yields the rows of single matmuls."""
     hidden, inner, groups, held = (CASES | SMALL)[case]
     shapes = {"gate and up": (hidden, 2 * inner), "down": (inner, hidden)}
     for matrix, (a, b) in shapes.items():
@@ -297,12 +300,12 @@ def measure_products(case, room, random, names, dense_groups, seconds):
                     compared_library(row, results, found, kept)
                 found = results if name == "hopper" else found
                 yield place | row
-            # Before the next ones: large ones do not fit twice.
+            # Freed before the next ones are made: large ones do not fit twice.
             del args, found, results
 
 
 def measure_experts(case, room, random, names, dense_groups, seconds):
-    """Rows of whole experts, and of the codes of their weights."""
+    """Yields the rows of whole experts, and of making codes of their weights."""
     hidden, inner, groups, held = (CASES | SMALL)[case]
     rows = random.normal((room * held, hidden), held=held)
     gate_up = random.normal((groups, hidden, 2, inner), hidden**-0.5)

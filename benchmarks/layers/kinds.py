@@ -1,7 +1,8 @@
-"""Whole expert layers that layer.py compares: router, exchange, experts, exchange.
+"""The whole expert layers that layer.py compares: router, exchange, experts, exchange.
 
 Each is a function of one rank's (tokens [n, H], params as `jax_ep.moe_ffn` takes them)
-inside shard_map. It returns (y [n, H], dropped bool [n]: which tokens lost a row).
+inside shard_map. It returns (y [n, H], dropped bool [n]), where `dropped` marks the
+tokens that lost a row.
 """
 
 import functools
@@ -16,16 +17,16 @@ from benchmarks.layers import grouped
 from jax_ep._cli.bench import ragged
 from jax_ep._layers.logits import logits_of
 
-CAPACITY_FACTOR = 1.25  # of the dense all-to-all
+CAPACITY_FACTOR = 1.25  # for the dense all-to-all
 
 
 def route(tokens, router, top_k):
-    """jax_ep's router, for all layers; `jax_ep.moe_ffn` has the same inside."""
+    """Routes as `jax_ep.moe_ffn` does; all layers use this router."""
     return jax_ep.router.route(logits_of(tokens, router, jax.devices()[0]), top_k)
 
 
 def ours(ep, experts):
-    """jax_ep's, over the transport and in the format of its handle."""
+    """Returns jax_ep's layer, with the transport and format of its handle."""
 
     def layer(tokens, params):
         y, _ = jax_ep.moe_ffn(ep, tokens, params, experts=experts)
@@ -35,9 +36,9 @@ def ours(ep, experts):
 
 
 def counted(ep, experts):
-    """As `ours`, with `jax_ep.stats.update` of `load`, one rank's part of a `Load`.
+    """Like `ours`, and updates `load`, one rank's part of a `Load`, by jax_ep.stats.
 
-    No token is ever marked as dropped, but XLA needs all of the new `Load` to know.
+    No token is ever marked as dropped, but XLA has to compute the new `Load` to know.
     """
 
     def layer(tokens, params, load):
@@ -50,9 +51,9 @@ def counted(ep, experts):
 
 
 def coded(ep):
-    """As `ours`, with experts in fp8 and codes of the weights that are there already.
+    """Like `ours`, with experts in fp8 and codes of the weights that exist already.
 
-    The codes multiply, and the parameters get the gradients.
+    The codes are multiplied, and the parameters get the gradients.
     """
 
     def layer(tokens, params, codes):
@@ -64,7 +65,10 @@ def coded(ep):
 
 
 def over_ragged(sizes, experts, rows, updates):
-    """Sorted rows by `jax.lax.ragged_all_to_all`: jax_ep/_cli/bench/ragged.py."""
+    """Returns a layer that sorts rows and exchanges them by `ragged_all_to_all`.
+
+    jax_ep/_cli/bench/ragged.py has the exchange.
+    """
     exchange = ragged.exchange_here()
 
     def layer(tokens, params):
@@ -86,13 +90,13 @@ def over_ragged(sizes, experts, rows, updates):
 
 
 def slots(sizes):
-    """Rows that each rank has for each expert in the dense all-to-all."""
+    """Returns how many rows each rank has for each expert in the dense all-to-all."""
     mean = sizes["tokens"] * sizes["top_k"] / sizes["experts"]
     return math.ceil(CAPACITY_FACTOR * mean / 8) * 8
 
 
 def batched_experts(rows, gate_up, down):
-    """SwiGLU experts on [L, rows, H]."""
+    """Runs SwiGLU experts on [L, rows, H]."""
     wide = gate_up.reshape(*gate_up.shape[:2], -1)
     gate, up = jnp.split(jnp.einsum("lnh,lhf->lnf", rows, wide), 2, axis=-1)
     inner = jax.nn.silu(gate) * up
@@ -100,7 +104,10 @@ def batched_experts(rows, gate_up, down):
 
 
 def over_dense(sizes):
-    """`slots` rows for each (rank, expert) by `all_to_all`; the rest is dropped."""
+    """Returns a layer over `all_to_all`, with batched matmuls.
+
+    It drops what does not fit into `slots` rows per (rank, expert).
+    """
     room, experts, top_k = slots(sizes), sizes["experts"], sizes["top_k"]
 
     def layer(tokens, params):
@@ -144,10 +151,10 @@ def over_dense(sizes):
 
 
 def alone(sizes, experts):
-    """Router and experts without any exchange, on rows that are there already.
+    """Returns router and experts without an exchange, on rows that exist already.
 
-    A function of (tokens, params, rows [N, H], group_sizes [L]). It returns the rows
-    that come out, and the weights, so that XLA leaves nothing out.
+    It is a function of (tokens, params, rows [N, H], group_sizes [L]) that returns the
+    experts' output and the router's weights, so that XLA leaves nothing out.
     """
 
     def layer(tokens, params, rows, group_sizes):
@@ -159,9 +166,9 @@ def alone(sizes, experts):
 
 
 def alone_coded(sizes):
-    """As `alone`, for `coded`: rows and weights are codes already.
+    """Like `alone`, for `coded`: rows and weights are codes already.
 
-    `rows` are what `row_codes` were made of; they get the gradients.
+    `row_codes` were made of `rows`, which get the gradients.
     """
 
     def layer(tokens, params, rows, group_sizes, row_codes, codes):
@@ -174,7 +181,7 @@ def alone_coded(sizes):
 
 
 def alone_batched(sizes):
-    """As `alone`, for the dense all-to-all: rows [L, R * slots, H]."""
+    """Like `alone`, for the dense all-to-all: rows are [L, R * slots, H]."""
 
     def layer(tokens, params, rows):
         routing = route(tokens, params["router"], sizes["top_k"])

@@ -1,46 +1,49 @@
-"""Times whole expert layers: jax_ep's, over ragged_all_to_all, over all_to_all.
+"""Times whole expert layers: over jax_ep, over ragged_all_to_all and over all_to_all.
 
     python -m benchmarks.layers.layer [--budget 540]
     python -m benchmarks.layers.layer --cases mid --layers p2p ragged --matmul padded
 
-On all GPUs of this process, in one run, for T tokens per rank: router, exchange, SwiGLU
-experts, exchange; forward, and forward with every gradient. The layers:
+It runs on all GPUs of this process, with T tokens per rank. A layer is router,
+exchange, SwiGLU experts, exchange. It is timed forward, and forward with every
+gradient. The layers:
 
-* "p2p", "collective": `jax_ep.moe_ffn` over that transport, tokens as they are and as
-  fp8_block128, whose rows become bfloat16 again;
-* "p2p, fp8 experts" and the same of collective: tokens as fp8_block128, and
+* "p2p", "collective": `jax_ep.moe_ffn` over that transport, with tokens as they are and
+  as fp8_block128, whose rows become bfloat16 again;
+* "p2p, fp8 experts", and the same for collective: tokens as fp8_block128, and
   `jax_ep.experts.fp8`, which multiplies their codes with codes of the weights that were
-  made before, and gives the weights their gradients. Only of sizes that are multiples
+  made before, and gives the weights their gradients. Only for sizes that are multiples
   of 128; `--experts bf16` leaves them out;
-* "ragged": rows sorted by expert, `jax.lax.ragged_all_to_all`
+* "ragged": rows sorted by expert, exchanged by `jax.lax.ragged_all_to_all`
   (jax_ep/_cli/bench/ragged.py), with XLA's default flags and with others (RAGGED of
   jax_ep/_cli/bench/measure.py), each set in a process of its own;
-* "dense": `all_to_all` of 1.25 times the mean for each (rank, expert), the rest is
-  dropped, and batched matmuls.
+* "dense": `all_to_all` with room for 1.25 times the mean for each (rank, expert), which
+  drops the rest, and batched matmuls.
 
-The router is the same function in all of them. So are the experts, but for "dense" and
-fp8: of several ways of multiplying (experts.py) each case takes the one that is fastest
-here, and p2p's layer is also timed as one gets it without naming any.
-`jax.lax.ragged_dot` is tried in the mid-size case, and in large ones where --matmul
-names it. `recv_capacity` is 1.25 * T * K rounded up to 128.
+The router is the same function in all of them. So are the experts, except in "dense"
+and with fp8: each case takes the way of multiplying (experts.py) that is fastest here,
+and p2p's layer is also timed as a user gets it who names none. `jax.lax.ragged_dot` is
+tried in the mid-size case, and in large ones if --matmul names it. `recv_capacity` is
+1.25 * T * K rounded up to 128.
 
-Of each layer the record has what XLA says its program needs besides operands and
-results ("temp_bytes"), and the bytes of its windows.
+For each layer the record has the memory that XLA says its program needs besides
+operands and results ("temp_bytes"), and the bytes of its windows.
 
 Making the codes of the weights is timed by itself (pass "quantize"), and as a part of a
 step (pass "step"), which makes them once and then goes forward and back over 1 or 8
-microbatches, all enqueued. Beside it stands the step of p2p's layer in bfloat16.
+microbatches, all enqueued. The step of p2p's layer in bfloat16 is timed beside it.
 
-A time is that of many calls of a jitted function enqueued ahead, all GPUs, by the
-host's clock, over the calls; median of the repeats; two token arrays in turn. The share
-that is not experts is the time of the layer less the time of the same router and
-experts on rows (those of fp8 on codes) that are there already, over the time of the
-layer. Results and all gradients are compared with those of transport collective, within
-rounding; wrong ones are marked, and the command then exits 1.
+A time is in milliseconds per call: the host's clock over many calls of a jitted
+function that are enqueued ahead on all GPUs, divided by the calls; the median of the
+repeats; two token arrays in turn. The share that is not experts is the time of the
+layer less that of the same router and experts on rows that exist already (on codes, for
+fp8), over the time of the layer.
+
+Results and all gradients are compared with those of transport collective, within
+rounding. Wrong ones are marked, and the command then exits 1.
 
 Writes benchmarks/results/layer-<gpu>x<n>-<date>.json and prints a table last. --merge
-adds the cases of earlier records that this run did not time. A case without any time
-exits 1 as well.
+adds the cases of earlier records that this run did not time. If no layer of a case was
+timed, the command exits 1 as well.
 """
 
 import functools
@@ -52,21 +55,21 @@ from benchmarks.common import merging, recording
 from benchmarks.layers import report
 from jax_ep._cli.bench import measure
 
-# In the order in which they are measured. Sizes of models that people train.
+# In the order in which they are measured. These are sizes of models that people train.
 CASES = {
     "large-256": {"hidden": 7168, "inner": 2048, "experts": 256},
     "large-64": {"hidden": 7168, "inner": 2048, "experts": 64},
     "mid": {"hidden": 2048, "inner": 1024, "experts": 64},
-    # A step of decoding, with tokens of its own.
+    # A decode step, with a number of tokens of its own.
     "decode": {"hidden": 7168, "inner": 2048, "experts": 128, "tokens": 128},
 }
 SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")
 FORMATS = ("bf16", report.FP8)
 EXPERTS = ("bf16", "fp8")
-# For experts.make. Surest first; a way that is slow comes last.
+# For experts.make. The surest way comes first, one that may be slow last.
 MATMULS = ("padded", "hopper", "ragged_dot")
-# As XLA may do it, the last takes 341 ms per matmul on H200s in the large cases.
+# In the large cases the last way may take 341 ms per matmul on H200s, depending on XLA.
 _WITH_RAGGED_DOT = ("mid", *SMALL)
 WORKER = "benchmarks.layers.worker"
 TINY = (
@@ -114,7 +117,7 @@ def parse(arguments):
 
 
 def workers(args, cases):
-    """(what it measures, XLA flags, its share of the time, its specification)."""
+    """Yields each worker's (name, XLA flags, share of the time, specification)."""
     shared = {
         "cases": cases,
         "seed": args.seed,
@@ -149,7 +152,7 @@ def workers(args, cases):
 
 
 def chosen_matmuls(results, offered):
-    """By case, what the first worker found fastest; later ones take the same."""
+    """Returns the way that the first worker found fastest, by case, for later ones."""
     found = {
         row["case"]: [row["matmul"]]
         for row in results
@@ -159,12 +162,12 @@ def chosen_matmuls(results, offered):
 
 
 def offered_matmuls(args, case):
-    """What is tried for a case."""
+    """Returns the ways of multiplying to try in a case."""
     return list(args.matmul or (MATMULS if case in _WITH_RAGGED_DOT else MATMULS[:2]))
 
 
 def merged(before, after):
-    """One record of two runs on the same devices: of each case the last one's rows."""
+    """Joins the records of two runs on the same devices; later rows of a case win."""
     same = functools.partial(merging.require_same, "layer.py")
     for name in ("device", "count", "jax", "tokens", "top_k"):
         same(name, before[name], after[name])
@@ -199,7 +202,7 @@ def main(arguments=None):
     try:
         record = functools.reduce(merged, [*earlier, record])
     finally:
-        # Also where it cannot be joined.
+        # Written even if it cannot be joined.
         recording.write(name, record, args.results)
     report.print_table(record)
     return 1 if report.failures(record) or report.untimed(record) else 0

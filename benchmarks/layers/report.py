@@ -1,4 +1,4 @@
-"""What layer.py prints, and the rows of the tables of README.md and docs/layers.md."""
+"""Lines that layer.py prints, and rows of tables in README.md and docs/layers.md."""
 
 import functools
 
@@ -8,37 +8,37 @@ from jax_ep._cli.bench.report import number
 
 PASSES = {"forward": "forward", "both": "forward + backward"}
 OURS = ("p2p", "collective")
-FP8 = "fp8_block128"  # the tokens of layers with experts in fp8
+FP8 = "fp8_block128"  # the token format of layers with experts in fp8
 _number = functools.partial(number, digits=2)
 
 
 def default_experts(transport="p2p"):
-    """The row of jax_ep's layer with the experts of a user who chooses none."""
+    """Names the row of jax_ep's layer with the experts that a user gets by default."""
     return f"{transport}, default experts"
 
 
 def fp8_experts(transport="p2p"):
-    """The row of the layer with experts in fp8 and codes of weights made before."""
+    """Names the row of the layer with experts in fp8, codes of weights made before."""
     return f"{transport}, fp8 experts"
 
 
 def counted(transport="p2p"):
-    """The row of the layer with jax_ep.stats.update."""
+    """Names the row of the layer with jax_ep.stats.update."""
     return f"{transport}, stats"
 
 
 def default_capacity(layer="p2p"):
-    """The row of a layer with room for the worst case, as it is by default."""
+    """Names the row of a layer with the default capacity, which is the worst case."""
     return f"{layer}, default capacity"
 
 
 def main_transport(record):
-    """The transport whose layer is timed in those ways too."""
+    """Returns the transport whose layer is also timed in these ways."""
     return record.get("transport", OURS[0])
 
 
 def name(row):
-    """Which layer a row is of."""
+    """Names the layer of a row."""
     parts = [row["layer"], row.get("format"), row.get("flags"), row.get("matmul")]
     return ", ".join(part for part in parts if part and part != "bf16")
 
@@ -52,7 +52,7 @@ def _pass(row):
 
 
 def line(row):
-    """A row in one line, as progress."""
+    """Formats a row as one line of progress."""
     head = f"{row['case']:<10} {name(row):<44}"
     if "error" in row:
         return f"{head} {reports.error_line(row)}"
@@ -73,10 +73,10 @@ def line(row):
 
 
 def failures(record):
-    """What makes a record unfit: wrong results, or results of jax_ep that are missing.
+    """Lists what makes a record unfit: wrong results, or missing ones of jax_ep.
 
-    What XLA's ragged_all_to_all, or a way of multiplying, cannot do is left out, and
-    so are the cases of `untimed`.
+    It leaves out what XLA's ragged_all_to_all or a way of multiplying cannot do, and
+    the cases of `untimed`.
     """
     left_out = untimed(record)
     lacking = (*OURS, *map(fp8_experts, OURS), "all")
@@ -90,14 +90,14 @@ def failures(record):
 
 
 def untimed(record):
-    """The cases for which no time was left: no layer of theirs was timed."""
+    """Lists the cases of which no layer was timed, since no time was left."""
     rows = [row for row in record["results"] if row["layer"] != "experts"]
     begun = {row["case"] for row in rows if not row.get("error", "").endswith(NO_TIME)}
     return [case for case in record["cases"] if case not in begun]
 
 
 def sizes(record, case):
-    """What a case is called in tables."""
+    """Returns what tables call a case."""
     found = record["cases"][case]
     name = f"{found['hidden']} x {found['inner']}, {found['experts']} experts"
     if found["tokens"] == record["tokens"]:
@@ -106,7 +106,7 @@ def sizes(record, case):
 
 
 def best(rows, **wanted):
-    """The fastest right row whose entries are `wanted`, or None."""
+    """Returns the fastest right row whose entries are `wanted`, or None."""
     found = [
         row
         for row in rows
@@ -118,7 +118,7 @@ def best(rows, **wanted):
 
 
 def summary(record):
-    """A dict for every (case, pass): the table's rows."""
+    """Returns the table's rows, a dict for every (case, pass)."""
     rows, found = record["results"], []
     main = main_transport(record)
     for case in record["cases"]:
@@ -144,12 +144,12 @@ def summary(record):
 
 
 def _over(row, other):
-    """How many times faster `other` is, or None."""
+    """Returns how many times as fast `other` is, or None."""
     return row["ms"] / other["ms"] if row and other else None
 
 
-PER_RANK = "decomposer"  # of measure.RAGGED
-# What p2p's speed-up is said over.
+PER_RANK = "decomposer"  # the name of its way in measure.RAGGED
+# The columns for p2p's speed-up over other layers.
 BASELINES = {
     "dense": "over dense",
     "ragged_default": "over ragged",
@@ -195,14 +195,14 @@ def _time(row):
 
 
 def _fastest(row):
-    """Of ragged, with the way that it went."""
+    """Formats the time of the fastest ragged way, with its name."""
     return f"{_time(row)}, {row['flags']}" if row else ""
 
 
 def cells(record):
-    """The table's cells, as text."""
+    """Yields the table's rows as text."""
     for each in summary(record):
-        # They have other experts than the rest.
+        # These layers multiply in another way than the rest.
         apart = ("dense", "p2p_default", "p2p_fp8_experts")
         sparse = [each[key] for key in _LAYERS if each[key] and key not in apart]
         yield (
@@ -216,7 +216,7 @@ def cells(record):
 
 
 def table(record):
-    """The table's header and rows; columns of fp8 only where its layer was timed."""
+    """Returns the table's header and rows, without fp8's columns if they are empty."""
     found = [COLUMNS, *cells(record)]
     kept = [
         index
@@ -227,7 +227,7 @@ def table(record):
 
 
 def matmuls(record):
-    """Milliseconds of the experts alone, by case, pass and way of multiplying."""
+    """Yields (case, pass, way of multiplying, milliseconds of the experts alone)."""
     shown = set()  # later workers time the chosen way again, with their flags
     coded = tuple(map(fp8_experts, OURS))  # whose experts have no rows of their own
     for row in record["results"]:
@@ -241,13 +241,13 @@ def matmuls(record):
 
 
 def stats_cost(record):
-    """What jax_ep.stats.update adds to a layer: case, pass, ms without and with."""
+    """Yields what jax_ep.stats.update costs: case, pass, ms without and with it."""
     main = main_transport(record)
     yield from _cost(record, {"layer": main, "format": "bf16"}, counted(main))
 
 
 def capacity_cost(record):
-    """What room for the worst case adds: as `stats_cost`, with the experts in front."""
+    """Yields what room for the worst case costs: (experts, *as in `stats_cost`)."""
     main = main_transport(record)
     layers = {"bfloat16": (main, "bf16"), "fp8": (fp8_experts(main), FP8)}
     for experts, (layer, form) in layers.items():
@@ -257,7 +257,7 @@ def capacity_cost(record):
 
 
 def _cost(record, way, other):
-    """Times of the layer of that `way`, and of layer `other`."""
+    """Yields the times of the layer of that `way`, and of the layer `other`."""
     for case in record["cases"]:
         for each in PASSES:
             at = {"case": case, "pass": each}
@@ -272,7 +272,7 @@ MEMORY_COLUMNS = ("layer", "", "forward", "forward + backward", "windows")
 
 
 def memory(record):
-    """MiB on a GPU of each layer's programs, besides operands and results."""
+    """Returns each layer's memory: MiB per GPU besides operands and results."""
     layers = {}
     for row in record["results"]:
         if row.get("temp_bytes") is not None:
@@ -300,7 +300,7 @@ STEP_COLUMNS = (
 
 
 def steps(record):
-    """Of each case and number of microbatches: the codes of weights, and the step."""
+    """Yields, by case and number of microbatches, times of weights' codes and steps."""
     main = main_transport(record)
     layers = {"layer": main, "format": "bf16"}, {"layer": fp8_experts(main)}
     for case in record["cases"]:

@@ -1,18 +1,20 @@
-"""Times `jax_ep.router.route` by its kernel and in plain JAX, on one GPU; and logits.
+"""Times `jax_ep.router.route` as a kernel and in plain JAX, and logits, on one GPU.
 
     python -m benchmarks.layers.routers [--tokens 1 8 32 128 4096 16384]
 
-A softmax router and one as DeepSeek-V3 has it, top-8 of 256 experts: the choice, and
-the gradient of a function of the weights. Inside of `shard_map` a GPU chooses by the
-kernel, outside by plain JAX. Logits are of bfloat16 tokens of hidden 7168 and a float32
-router: in `plain` JAX, one product of highest precision; as a `layer` computes them on
-GPUs; and by `parts` of bfloat16, which a layer takes for more than a few. A program
-does its work several times, one after the other, so that XLA makes a CUDA graph of it.
-Times are the profiler's, from the start of the first kernel to the end of the last by
-that number, the least of several calls. What two ways return is compared in the same
-run: ids may differ where two scores are a rounding apart, and those tokens are left out
-of what else is compared.
-Leaves benchmarks/results/routers-<device>x1-<date>.json. With --tiny, on a machine
+The routers are a softmax router and one like DeepSeek-V3's, top-8 of 256 experts. Timed
+are the choice, and the choice with the gradient of a function of its weights. Inside
+`shard_map` a GPU chooses by the kernel, outside by plain JAX. Logits are those of
+bfloat16 tokens of hidden 7168 and a float32 router: in `plain` JAX, as one product of
+highest precision; as a `layer` computes them on GPUs; and by `parts` of bfloat16, as a
+layer does for more than a few tokens.
+
+A program does its work 8 times, one after the other, so that XLA makes a CUDA graph of
+it. A time is in microseconds: the profiler's span from the start of the first kernel to
+the end of the last, divided by 8, the least of several calls. The ways are compared in
+the same run: ids may differ where two scores are a rounding apart, and these tokens are
+left out of the other comparisons.
+Writes benchmarks/results/routers-<device>x1-<date>.json. With --tiny, on a machine
 without a GPU, nothing is timed.
 """
 
@@ -38,24 +40,24 @@ PARTS = ("forward", "gradient")
 EXPERTS, TOP_K, HIDDEN = 256, 8, 7168
 TOKENS = (1, 8, 32, 128, 4096, 16384)
 TINY = ("--tokens", "3", "--calls", "1")
-STEPS = 8  # of a program
-LEAST_SAME = 0.999  # of ids
-BOUND = 1e-5  # of a weight's or a gradient's largest
-SUMS_BOUND = 3e-5  # of the largest logit: float32 sums of as many as `HIDDEN`
+STEPS = 8  # per program
+LEAST_SAME = 0.999  # the share of ids that must be the same
+BOUND = 1e-5  # relative to the largest weight or gradient
+SUMS_BOUND = 3e-5  # relative to the largest logit, a float32 sum of `HIDDEN` products
 
 
 def choice(router, logits, bias):
-    """Ids and weights."""
+    """Returns ids and weights."""
     found = route(logits, TOP_K, router, bias=bias)
     return found.ids, found.weights
 
 
 def gradient(router, logits, bias):
-    """Ids, and the gradient of a function of the weights."""
+    """Returns ids, and the gradient of a function of the weights."""
 
     def loss(logits):
         ids, weights = choice(router, logits, bias)
-        # Of both signs for each token: cotangents that are all alike cancel.
+        # Cotangents of both signs for each token: if all were alike, they would cancel.
         return jnp.sum(jnp.sin(8 * weights + jnp.arange(TOP_K))), ids
 
     found, ids = jax.grad(loss, has_aux=True)(logits)
@@ -63,13 +65,13 @@ def gradient(router, logits, bias):
 
 
 def in_turn(step):
-    """A function that returns what `step` makes of its arguments, `STEPS` times."""
+    """Returns a function that runs `step` on its arguments `STEPS` times, in turn."""
 
     def run(*given):
         found = []
         for _ in range(STEPS):
             if found:
-                # One after the other, and nothing is shared.
+                # Keeps XLA from sharing work between steps or running them together.
                 given, found[-1] = jax.lax.optimization_barrier((given, found[-1]))
             found.append(step(*given))
         return found
@@ -78,7 +80,7 @@ def in_turn(step):
 
 
 def program(mesh, way, part, router):
-    """A jitted function of logits and a bias."""
+    """Returns a jitted function of logits and a bias."""
     body = in_turn(functools.partial(choice if part == "forward" else gradient, router))
     if way == "kernel":
         body = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
@@ -86,13 +88,13 @@ def program(mesh, way, part, router):
 
 
 def plain_logits(tokens, kernel):
-    """As JAX multiplies float32."""
+    """Computes logits as one float32 product of highest precision."""
     highest = jax.lax.Precision.HIGHEST
     return jnp.dot(tokens.astype(jnp.float32), kernel, precision=highest)
 
 
 def timed(run, args, calls):
-    """Entries of a row: a step's least time of `calls` calls, and its kernels."""
+    """Returns a row's entries: a step's least time of `calls`, and its kernels."""
     seen = [trace.traced(run, *args, made=trace.kernels) for _ in range(calls)]
     errors = [each["error"] for each in seen if "error" in each]
     if errors:
@@ -103,7 +105,7 @@ def timed(run, args, calls):
 
 
 def compared(found, want):
-    """Entries of a row for how far results are from those of plain JAX."""
+    """Returns a row's entries that say how far results are from those of plain JAX."""
     row, same, bound = {}, True, SUMS_BOUND
     if isinstance(found, tuple):
         (ids, found), (wanted, want) = found, want
@@ -117,7 +119,7 @@ def compared(found, want):
 
 
 def rows_of(place, runs, given, calls):
-    """A row for each of the ways, compared with the first one."""
+    """Yields a row for each way; its results are compared with the first way's."""
     *_, want = next(iter(runs.values()))(*given)
     for way, run in runs.items():
         *_, found = run(*given)
@@ -126,7 +128,7 @@ def rows_of(place, runs, given, calls):
 
 
 def measure_logits(args):
-    """Rows by tokens and way."""
+    """Yields the rows of logits, by tokens and way."""
     kernel = jax.random.normal(jax.random.key(args.seed), (HIDDEN, EXPERTS))
     for tokens in args.tokens:
         shape = tokens, HIDDEN
@@ -139,10 +141,10 @@ def measure_logits(args):
 
 
 def measure_choice(args):
-    """Rows by router, tokens, part and way."""
+    """Yields the rows of choices, by router, tokens, part and way."""
     mesh = process.ep_mesh(1)
     for name, router in ROUTERS.items():
-        # DeepSeek-V3 chooses by a bias that has no share in the weights.
+        # DeepSeek-V3 adds a bias to choose experts, but not to the weights.
         bias = jax.random.normal(jax.random.key(args.seed + 1), EXPERTS) / 50
         for tokens in args.tokens:
             logits = jax.random.normal(jax.random.key(args.seed), (tokens, EXPERTS))
@@ -154,7 +156,7 @@ def measure_choice(args):
 
 
 def line(row):
-    """A row in words."""
+    """Formats a row as one line."""
     names = row.get("router"), row["part"], f"{row['tokens']} tokens", row["way"]
     head = ", ".join(name for name in names if name)
     time = (

@@ -1,9 +1,9 @@
-"""Measures whole layers in a process of its own for layer.py.
+"""Measures whole layers for layer.py, in a process of its own.
 
     python -m benchmarks.layers.worker SPECIFICATION OUTPUT
 
-A line of JSON goes to OUTPUT for the devices, and for each row as soon as it is
-measured.
+It writes a line of JSON to OUTPUT for the devices, and one for each row as soon as it
+is measured.
 """
 
 import functools
@@ -21,10 +21,11 @@ from jax_ep._cli.bench import checks, process
 from jax_ep._cli.bench.loops import compile_all, raised
 from jax_ep._cli.bench.transports import normal
 
-# Of the fastest forward pass; slower ways of multiplying are tried no further.
+# Ways of multiplying that take more than this many times the fastest forward pass are
+# not timed with gradients.
 _HOPELESS = 3
 _REFERENCE = ("collective", "bf16")
-_FP8 = "fp8"  # the experts
+_FP8 = "fp8"  # a way of multiplying
 
 
 def _error(error):
@@ -32,7 +33,7 @@ def _error(error):
 
 
 class Timed(typing.NamedTuple):
-    """A layer that was timed, for what is measured besides."""
+    """A layer that was timed, kept for what else is measured with it."""
 
     facts: dict
     ep: typing.Any
@@ -41,21 +42,21 @@ class Timed(typing.NamedTuple):
 
 
 class Worker:
-    """One case of one specification."""
+    """Measures one case of one specification."""
 
     def __init__(self, spec, case, name, emit):
         self.spec, self.case, self.name, self.emit = spec, case, name, emit
         self.experts_ms = {}  # by way of multiplying and pass
-        self.timed = {}  # by layer and format, those that are jax_ep's
+        self.timed = {}  # jax_ep's layers, by layer and format
 
     @functools.cached_property
     def quantize(self):
-        """Makes codes of the weights."""
+        """A function that makes codes of the weights."""
         return cases.quantizing(self.case)
 
     @functools.cached_property
     def codes(self):
-        """Those of the layers with experts in fp8, which only steps make again."""
+        """Codes for all layers with experts in fp8; only steps make them again."""
         return self.quantize()
 
     def row(self, **entries):
@@ -66,7 +67,7 @@ class Worker:
 
     @property
     def roomy(self):
-        """The layers with the capacity that a config has by default."""
+        """The names of the layers with the default capacity."""
         main = report.main_transport(self.spec)
         return [report.default_capacity(e) for e in (main, report.fp8_experts(main))]
 
@@ -78,10 +79,10 @@ class Worker:
         return cases.measure(self.case, raised(program), *how)
 
     def choose_matmul(self):
-        """Times every way of multiplying; the name of the fastest right one, or None.
+        """Times every way of multiplying; returns the fastest right one, or None.
 
-        Forward passes come first; only what is not hopeless is then timed with its
-        gradients. The way that the specification takes never counts as hopeless.
+        Forward passes come first. Only ways that are not hopelessly slow are then timed
+        with gradients. The way in the specification's `take` never counts as hopeless.
         """
         take = self.spec["take"]
         case = self.case
@@ -112,7 +113,7 @@ class Worker:
         good = [m for m in forward if m == take or forward[m]["ms"] < _HOPELESS * least]
         programs = compile_all({m: finishers[m]["both"] for m in good})
         best, reference = None, None
-        # What has gradients comes first: the rest is compared with it.
+        # Ways with gradients come first, since the rest is compared with them.
         for matmul in [*good, *(m for m in forward if m not in good)]:
             facts = {"layer": "experts", "matmul": matmul}
             times = {"forward": forward[matmul]}
@@ -143,7 +144,7 @@ class Worker:
         return best and best[1]
 
     def layers(self, experts, matmul):
-        """(facts, how to make the layer and its handle) of the specification."""
+        """Yields the specification's layers: (facts, how to make it and its handle)."""
         case = self.case
         for transport, name in self.spec["ours"]:
             facts = {"layer": transport, "format": name, "flags": ""}
@@ -183,12 +184,12 @@ class Worker:
             yield facts, functools.partial(make, case.capacity)
 
     def counted(self, transport, experts):
-        """The layer with jax_ep.stats, and what it has counted so far."""
+        """Makes the layer with jax_ep.stats, and an empty `Load`."""
         _, ep = self.ours(transport, "bf16", experts, self.case.capacity)
         return kinds.counted(ep, experts), ep, jax_ep.stats.init(ep)
 
     def coded(self, transport, capacity):
-        """The layer with experts in fp8, and codes of the weights."""
+        """Makes the layer with experts in fp8, and codes of the weights."""
         codes = self.codes
         _, ep = self.ours(transport, report.FP8, None, capacity)
         return kinds.coded(ep), ep, codes
@@ -208,7 +209,7 @@ class Worker:
         return kinds.ours(ep, experts), ep
 
     def time_fp8_experts(self):
-        """By pass, milliseconds of experts in fp8 on rows that are codes already."""
+        """Returns, by pass, milliseconds of fp8 experts on codes of rows."""
         case = self.case
         shape = (case.mesh.size * case.capacity, case.sizes["hidden"])
         counts = cases.group_sizes(case)
@@ -221,7 +222,7 @@ class Worker:
         return {name: self.time(each)["ms"] for name, each in programs.items()}
 
     def time_dense_experts(self):
-        """By pass, milliseconds of the dense all-to-all's experts on their slots."""
+        """Returns, by pass, milliseconds of the dense all-to-all's experts."""
         case, sizes = self.case, self.case.sizes
         slots = case.mesh.size * kinds.slots(sizes)
         shape = (sizes["experts"], slots, sizes["hidden"])
@@ -231,7 +232,7 @@ class Worker:
         return {name: self.time(each)["ms"] for name, each in programs.items()}
 
     def measure(self, facts, ep, programs, reference, matmul):
-        """The rows of one layer; what later ones are compared with."""
+        """Measures one layer; returns what later layers are compared with."""
         if self.late():
             raise RuntimeError(process.NO_TIME)
         result = raised(programs["both"])(self.case.tokens[0])
@@ -268,9 +269,9 @@ class Worker:
         return reference
 
     def steps(self):
-        """The rows of making codes of the weights, and of steps with and without them.
+        """Measures making codes of the weights, and steps with and without them.
 
-        Their errors are those of the layers.
+        The rows have the errors of their layers.
         """
         how = self.spec["milliseconds"], self.spec["repeats"]
         transport = self.spec["transport"]
@@ -290,13 +291,13 @@ class Worker:
                 self.attempt(key, facts, functools.partial(step, *how))
 
     def quantizing(self, how):
-        """What the row of making codes says."""
+        """Returns the entries of the row of making codes."""
         found = cases.measure(self.case, lambda _: self.quantize(), *how, in_flight=1)
         size = cases.quantized_bytes(self.case, self.codes)
         return {**found, "bytes": size, "gb_s": size / found["ms"] / 1e6}
 
     def attempt(self, key, entries, measure):
-        """A row of what is measured besides the passes of a layer that was timed."""
+        """Emits a row of something else than a pass, measured with a timed layer."""
         timed = self.timed[key]
         try:
             if self.late():
@@ -339,7 +340,7 @@ class Worker:
         if "reference" in programs:
             reference = raised(programs["reference"])(self.case.tokens[0])
 
-        # First what the others are compared with, last what may be very slow.
+        # The reference comes first, a layer that may be very slow last.
         def place(index):
             facts = layers[index][0]
             if (facts["layer"], facts["format"]) == _REFERENCE:
@@ -366,7 +367,7 @@ class Worker:
 
 
 def _zeros_past_the_end(rows, sizes):
-    """A rank's rows as dispatch leaves them: what is past the last group is cleared."""
+    """Clears a rank's rows past the last group, as dispatch does."""
     real = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(real[:, None], rows, 0)
 

@@ -1,1 +1,1 @@
-"""What the GPUs of a host can do at most, and what their launches wait for."""
+"""Benchmarks of what a host's GPUs can do at most, and what their launches wait for."""

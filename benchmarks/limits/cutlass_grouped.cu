@@ -1,7 +1,7 @@
 // Times CUTLASS's grouped matmuls on one Hopper GPU beside a batched cuBLAS matmul, at the sizes of
 // expert matmuls. Prints one JSON object; cutlass_grouped.py builds and runs it.
 //
-// .ci/run does not compile it: that takes almost three minutes of one core, and 6 MB of headers.
+// .ci/run does not compile it, since that takes one core almost three minutes, and 6 MB of headers.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -28,19 +28,19 @@
 namespace jax_ep::cuda {
 namespace {
 
-// A right result is off by the rounding to bfloat16, 2^-9 of itself; over the largest element.
+// Relative to the largest element. A right result is off by the rounding to bfloat16: 2^-9 of it.
 constexpr double kBound = 0.01;
 constexpr int kSamples = 4096;
 
 struct Options {
-  double seconds = 1;  // of each time
+  double seconds = 1;  // for each time
   uint64_t seed = 0;
   std::string cublas;
   std::vector<std::string> cases;
   bool fp8 = true;
 };
 
-// Any elements, and the first and last row of each group.
+// Random elements, and one in the first and last row of each group.
 std::vector<Sample> DrawnSamples(const Problem& problem, const std::vector<int32_t>& ends,
                                  std::mt19937_64& random) {
   std::uniform_int_distribution<int> row(0, problem.rows - 1);
@@ -55,7 +55,7 @@ std::vector<Sample> DrawnSamples(const Problem& problem, const std::vector<int32
   return samples;
 }
 
-// The largest difference over the largest element, or infinity where something is missing.
+// Returns the largest difference over the largest element, or infinity if an element is missing.
 double Difference(const Problem& problem, Way& way, const std::vector<Sample>& drawn,
                   cudaStream_t stream) {
   const uint64_t count = static_cast<uint64_t>(problem.rows) * static_cast<uint64_t>(problem.n);
@@ -81,7 +81,7 @@ double Difference(const Problem& problem, Way& way, const std::vector<Sample>& d
   return off / largest;
 }
 
-// The fastest order of tiles, and its calls in a burst.
+// Takes the fastest order of tiles. Returns it, and how many calls make a burst.
 std::pair<std::string, int> Chosen(Way& way, Timer& timer) {
   const auto run = [&](cudaStream_t stream) { way.Run(stream); };
   int best = 0;
@@ -95,7 +95,7 @@ std::pair<std::string, int> Chosen(Way& way, Timer& timer) {
   return {way.Order(best), CallsOf(best_ms)};
 }
 
-// All ways by turns, for `seconds` each.
+// Times all ways in turn, for `seconds` each.
 void Measure(const Case& each, const char* matrix, const Problem& problem, Ways& ways,
              const std::vector<Sample>& samples, double seconds, Timer& timer,
              std::vector<JsonObject>& rows) {
@@ -116,7 +116,7 @@ void Measure(const Case& each, const char* matrix, const Problem& problem, Ways&
   }
   const double operations = 2.0 * problem.rows * problem.n * problem.k;
   for (size_t i = 0; i < ways.size(); ++i) {
-    // Again in the order that was timed.
+    // Compared again, with the order of tiles that was timed.
     const double off =
         std::max(differences[i], Difference(problem, *ways[i], samples, timer.stream));
     const double ms = Median(times[i]);
@@ -138,7 +138,7 @@ void Measure(const Case& each, const char* matrix, const Problem& problem, Ways&
   }
 }
 
-// Both ways to multiply by one matrix of each expert, [groups, inputs, outputs] as layers have it.
+// Measures both products with one matrix per expert, [groups, inputs, outputs] as layers have it.
 void MeasureMatrix(const Case& each, const char* matrix, int inputs, int outputs,
                    const Options& options, const Cublas& cublas, Timer& timer,
                    std::mt19937_64& random, std::vector<JsonObject>& rows) {

@@ -3,20 +3,21 @@
     python -m benchmarks.limits.cutlass_grouped [--quick] [--cases mid decode]
 
 Builds cutlass_grouped.cu with the headers of `pip install nvidia-cutlass==4.2.0.0` and
-runs it, for what a library would bring to expert matmuls. The sizes are those of
-benchmarks/layers/grouped.py: rows times the matrices of experts as layers have them,
-and the gradients of rows. Groups have as many rows as chance gives, which only the
-device knows; the small kernel that makes shapes and pointers of them counts.
-`batched` is cuBLAS with equally many rows per group, bfloat16 like all others but
+runs it, to see what a library would bring to expert matmuls. The sizes are those of
+benchmarks/layers/grouped.py: rows times the experts' matrices as layers have them, and
+the gradients of rows. The sizes of groups are random, and only the device knows them;
+the small kernel that turns them into shapes and pointers is timed, too.
+`batched` is cuBLAS with equally many rows per group. All ways are in bfloat16, except
 `fp8`: e4m3 with a scale for 1 x 128 of rows and 128 x 128 of weights, and bfloat16 out.
-All ways take turns in bursts, on random normal data, `--seconds` each. `ratio` is the
-median of a burst's time over that of cuBLAS in the same round; `order` is the faster of
-two orders of tiles. Samples of every result are compared with a plain kernel's.
+All ways take turns in bursts of calls, on random normal data, for `--seconds` each.
+`us` is microseconds per call, the median of the bursts; `ratio` is the median of a
+burst's time over that of cuBLAS in the same round; `order` is the faster of two orders
+of tiles. Samples of every result are compared with a plain kernel's.
 Compiling takes about three minutes: `--keep PROGRAM` only builds, for `--binary
-PROGRAM` on a machine without the toolkit. cuBLAS is loaded there, from JAX's wheels or
+PROGRAM` on a machine without the toolkit. There cuBLAS is loaded from JAX's wheels or
 `--cublas PATH`.
-Writes benchmarks/results/cutlass-<gpu>x1-<date>.json and prints a table. Status: 1 for
-a wrong result.
+Writes benchmarks/results/cutlass-<gpu>x1-<date>.json and prints a table. Exits 1 if a
+result is wrong.
 """
 
 import importlib.util
@@ -29,21 +30,21 @@ from benchmarks.common import programs, recording
 from jax_ep._cli.bench import record
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
-SIZES = SOURCE.parent / "grouped" / "cases.cuh"  # of CASES
+SIZES = SOURCE.parent / "grouped" / "cases.cuh"  # has the sizes of CASES
 CASES = ("mid", "large-64", "large-256", "many", "decode")
 QUICK = ("mid", "decode")
 QUICK_SECONDS = 0.2
-# Without NDEBUG a check of CUTLASS calls a function amid products, which then wait for
-# each other: ptxas says C7510.
+# Without NDEBUG a check in CUTLASS calls a function between products, which then wait
+# for each other: ptxas warns with C7510.
 FLAGS = ("--expt-relaxed-constexpr", "-DNDEBUG", "-Xcompiler=-fno-strict-aliasing")
 ARCH = "sm_90a"
 HEADER = pathlib.Path("cutlass", "cutlass.h")
-# Times of an operation, and seconds that each takes besides.
+# How many ways an operation has, and the seconds that each takes besides its time.
 WAYS, BESIDES = 7, 1
 
 
 def found_in(package):
-    """The folders of an installed package."""
+    """Returns the folders of an installed package."""
     found = importlib.util.find_spec(package)
     return [
         pathlib.Path(each)
@@ -52,7 +53,7 @@ def found_in(package):
 
 
 def headers(folder):
-    """CUTLASS's folders of headers, `folder` being its sources or None."""
+    """Returns CUTLASS's folders of headers; `folder` has its sources, or is None."""
     sources = (
         [folder] if folder else [s / "source" for s in found_in("cutlass_library")]
     )
@@ -69,7 +70,7 @@ def headers(folder):
 
 
 def cublas():
-    """Where JAX's wheels have cuBLAS, or None: the loader knows."""
+    """Returns cuBLAS's path in JAX's wheels, or None: then the loader must find it."""
     found = [
         path
         for folder in found_in("nvidia")
@@ -85,7 +86,10 @@ def build(folder):
 
 
 def sums(rows):
-    """By case, operation and way: microseconds of all matrices, and over cuBLAS's."""
+    """Yields sums over all matrices, by case, operation and way.
+
+    These are microseconds, teraflops, the time over cuBLAS's, and whether any is wrong.
+    """
     found = {}
     for row in rows:
         found.setdefault((row["case"], row["op"], row["way"]), []).append(row)
@@ -125,7 +129,7 @@ def parse(arguments):
 
 
 def words(args):
-    """Of the program."""
+    """Returns the program's arguments."""
     made = ["--cases", ",".join(args.cases), "--seconds", str(args.seconds)]
     made += ["--seed", str(args.seed), *["--no-fp8"] * args.no_fp8]
     library = args.cublas or cublas()

@@ -1,5 +1,6 @@
-// Measures what the window transports are designed from, on all GPUs of one host, and runs the
-// litmus test of their memory order. Prints one JSON object; gpu_limits.py builds and runs it.
+// Measures the limits of all GPUs of one host from which the window transports are designed, and
+// runs the litmus test of their memory order. Prints one JSON object; gpu_limits.py builds and runs
+// it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ constexpr uint32_t kPeakBlockCounts[] = {64, 132};
 constexpr uint32_t kRowSizes[] = {2048, 4096, 7168, 14336, 28672};
 constexpr uint32_t kStageCounts[] = {2, 4, 8, 15};
 constexpr uint32_t kWarpCounts[] = {1, 2, 4};
-constexpr uint32_t kTokens = 4096;  // of a call whose sends and placings are timed together
+constexpr uint32_t kTokens = 4096;  // per rank, in MeasureSendAndPlace
 constexpr uint32_t kTopK = 8;
 
 using StreamFunction = void (*)(Group, StreamStep);
@@ -34,7 +35,7 @@ using StreamFunction = void (*)(Group, StreamStep);
 struct Pattern {
   const char* name;
   StreamFunction kernels[std::size(kStageCounts)];
-  uint32_t passes;  // reads and writes of each row
+  uint32_t passes;  // how often each row is read or written
 };
 
 template <bool kLoad, uint32_t kStores>
@@ -82,7 +83,7 @@ StreamStep LocalStep(const Gpu& gpu, uint32_t row_bytes) {
   return step;
 }
 
-// To every peer in turn, several times over each region so that starting does not count.
+// Writes to every peer in turn, several times over each region, so that the start hardly counts.
 StreamStep PeerStep(const Gpu& gpu, uint32_t row_bytes) {
   StreamStep step = LocalStep(gpu, row_bytes);
   const Group& group = gpu.group;
@@ -106,7 +107,7 @@ struct StreamShape {
   uint64_t shared_bytes() const { return uint64_t{row_bytes} * stages * warps; }
 };
 
-// `passes` is how often a row's bytes count.
+// `passes` says how often a row's bytes are counted.
 template <typename StepOf>
 JsonObject MeasureStream(Gpus gpus, const Pattern& pattern, const StreamShape& shape,
                          StepOf step_of, uint32_t passes) {
@@ -130,7 +131,7 @@ JsonObject MeasureStream(Gpus gpus, const Pattern& pattern, const StreamShape& s
 // Calls visit(shape) for all shapes that fit, at one number of blocks.
 template <typename Visit>
 void ForEachShape(const Gpu& gpu, uint32_t blocks, Visit visit) {
-  // The kernels' barriers take the rest.
+  // The rest is for the kernels' barriers.
   const uint64_t limit = static_cast<uint64_t>(gpu.max_shared) - 1024;
   for (const uint32_t row_bytes : kRowSizes) {
     for (const uint32_t stages : kStageCounts) {
@@ -190,8 +191,8 @@ void MeasurePeerShapes(Gpus gpus) {
   Report().Add("peer_write_shapes", shapes);
 }
 
-// A call's bulk traffic without its order: some blocks send each token to its ranks while others
-// place as many rows as arrive.
+// A call's bulk traffic without its synchronisation: some blocks send each token to its ranks while
+// others place as many rows as arrive.
 void MeasureSendAndPlace(Gpus gpus) {
   const uint32_t ranks = static_cast<uint32_t>(gpus.size());
   const double reached = 1 - std::pow(1 - 1.0 / ranks, kTopK);
@@ -216,7 +217,7 @@ void MeasureSendAndPlace(Gpus gpus) {
       JsonObject().Add("rows_sent", sends).Add("rows_placed", kTokens * kTopK).Add("splits", rows));
 }
 
-// Empty kernels in CUDA graphs and on a stream: what a launch costs without any work.
+// Measures what a launch costs without any work: empty kernels in CUDA graphs and on a stream.
 void MeasureLaunches(Gpus all) {
   const Gpus gpu = all.first(1);
   constexpr int kLaunches = 200;

@@ -3,13 +3,13 @@
     python -m benchmarks.limits.gpu_limits [--seconds 20]
 
 Builds gpu_limits.cu for this GPU and runs it on all GPUs present, up to 8. With one
-GPU, what needs peers is left out and the litmus test runs within the GPU. `--seconds`
+GPU, what needs peers is left out, and the litmus test runs within the GPU. `--seconds`
 is the length of the litmus test; the rest takes about 20 s more.
 GB/s count the bytes that a pattern reads and writes on one GPU; for peer writes they
-count what each GPU sends, with all of them sending at once. A time of `publish` and
-`cells` is one lockstep round of all GPUs: until every GPU has everything from every
-other. Medians of five.
-Fails if the litmus test of the recipe, or a cell, ever showed wrong data; mutants of
+count what each GPU sends while all of them send. Latencies are in microseconds: those
+of `publish` and `cells` are for one lockstep round of all GPUs, until every GPU has
+everything from every other. All are medians of five.
+Fails if the litmus test of the recipe, or a cell, ever showed wrong data. Mutants of
 the recipe only report what they showed.
 Writes benchmarks/results/limits-<gpu>x<n>-<date>.json and prints a table.
 """
@@ -25,10 +25,11 @@ SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 
 
 def find_peak():
-    """What each GPU can write to the others, all at once, and the report it is from.
+    """Returns the peak at which every GPU writes to the others at once, and its report.
 
-    In GB/s: the best of the copy kernels on 64 and on 132 SMs, as in all records of
-    calls; None for a single GPU. Without GPUs the report is empty.
+    The peak is in GB/s, that of the best of the copy kernels on 64 and on 132 SMs, as
+    in all records of calls. It is None for a single GPU. Without GPUs the report is
+    empty.
     """
     if record.driver() == "unknown":
         return None, {}

@@ -25,12 +25,12 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Over the largest element: the rounding to 16 bits is 2^-9 of an element, that to codes 2^-4.
+// Relative to the largest element. Rounding to 16 bits is 2^-9 of an element, to codes 2^-4.
 constexpr double kBound = 0.01;
 constexpr double kCodeBound = 0.07;
 constexpr int kSamples = 4096;
 
-// Groups as tests want them: empty ones, ones around the sizes of tiles, rows after the last.
+// Awkward groups: empty ones, ones around the sizes of tiles, and rows after the last group.
 struct Shape {
   const char* name;
   int hidden;
@@ -51,13 +51,13 @@ const std::vector<Shape> kShapes = {
 };
 
 struct Options {
-  double seconds = 1;  // of each time; 0: only checks
+  double seconds = 1;  // for each time; 0: only checks
   uint64_t seed = 0;
   std::string cublas;
   std::vector<std::string> cases;
   std::string only;
   bool check = true;
-  bool once = false;  // each product once, and cuBLAS's, between a profiler's start and stop
+  bool once = false;  // runs each product and cuBLAS's once, between a profiler's start and stop
 };
 
 std::vector<int32_t> FirstsOf(const std::vector<int32_t>& sizes) {
@@ -76,7 +76,7 @@ std::vector<Sample> DrawnSamples(const MatmulStep& step, const std::vector<int32
     sample.column = below(step.columns);
     sample.side = below(2);
     sample.both = (HasSides(step.kind) || GoesBack(step.kind)) && below(2) == 1;
-    // `to_both` is all that this kind has.
+    // This kind only writes `to_both`.
     if (step.kind == MatmulKind::kDownBack) sample.both = true;
     if (step.kind == MatmulKind::kOuter) {
       sample.group = below(step.groups);
@@ -91,7 +91,7 @@ std::vector<Sample> DrawnSamples(const MatmulStep& step, const std::vector<int32
   return samples;
 }
 
-// The largest difference over the largest element, and whether rows past the groups were written.
+// The largest difference over the largest element, and whether rows past all groups were written.
 struct Outcome {
   double difference = 0;
   bool wrote_past = false;
@@ -122,11 +122,11 @@ Outcome Compare(Made& made, const std::vector<int32_t>& sizes, std::mt19937_64& 
   double largest = 0;
   for (const Sample& sample : samples.Read()) {
     const double off = std::abs(sample.found - sample.wanted);
-    // A NaN stays.
+    // Keeps a NaN.
     if (!std::isnan(outcome.difference) && !(off <= outcome.difference)) outcome.difference = off;
     largest = std::max(largest, std::abs(sample.wanted));
   }
-  // A matrix of zeros: empty groups.
+  // All samples are zero if all are of empty groups.
   outcome.difference /= largest > 0 ? largest : 1;
   outcome.wrote_past = written.Read()[0] != 0;
   return outcome;
@@ -166,13 +166,13 @@ void CheckShapes(const Options& options, std::mt19937_64& random, Timer& timer,
   }
 }
 
-// All codes have the same sign, so that what the tensor cores round off adds up: the largest of
-// |sum(found) / sum(wanted) - 1| over columns of some rows.
+// Multiplies codes that all have the same sign, so that what the tensor cores round off adds up,
+// and checks |sum(found) / sum(wanted) - 1| over all samples.
 void CheckSums(std::mt19937_64& random, Timer& timer, std::vector<JsonObject>& rows) {
   constexpr int kInner = 256, kHidden = 7168, kRows = 128;
   const std::vector<int32_t> sizes = {kRows};
   const Product product{"fp8 gate_up to rows", MatmulKind::kCodeRows, true};
-  // 2 * F is what is summed over.
+  // The product sums over 2 * F.
   Made made(product, ElementType::kBFloat16, kInner, kHidden / 2, kRows, sizes, kRows, random());
   const auto positive = [&](const void* from, int64_t bytes) {
     std::vector<uint8_t> codes(static_cast<size_t>(bytes));
@@ -205,7 +205,7 @@ void CheckSums(std::mt19937_64& random, Timer& timer, std::vector<JsonObject>& r
                      .Add("wrong", !(off < 5e-4)));
 }
 
-// The same arithmetic in bfloat16 with equally many rows for each group.
+// The same product by cuBLAS, in bfloat16 and with equally many rows for each group.
 struct Yardstick {
   const Cublas& cublas;
   const MatmulStep& step;
@@ -221,7 +221,7 @@ struct Yardstick {
     const int groups = static_cast<int>(step.groups);
     using Long = long long;
     Cublas::Check(cublas.set_stream(cublas.handle, stream), "cublasSetStream");
-    // To cuBLAS, whose matrices have columns side by side, everything is transposed.
+    // cuBLAS's matrices are column-major, so to it everything is transposed.
     if (step.kind == MatmulKind::kOuter) {
       Cublas::Check(cublas.multiply(cublas.handle, Cublas::kNone, Cublas::kTransposed, n, k, each,
                                     &one, right, CUDA_R_16BF, n, Long{each} * n, left, CUDA_R_16BF,

@@ -3,15 +3,16 @@
     python -m benchmarks.limits.grouped_kernels [--cases mid] [--only fp8]
 
 Builds grouped_kernels.cu with the kernels of xla_ffi/cuda/matmul. First every kernel
-multiplies groups of awkward sizes, whose results are compared with those of a plain
+multiplies groups of awkward sizes, and the results are compared with those of a plain
 kernel in float64. Then each takes turns with a batched cuBLAS matmul of the same
-arithmetic in bfloat16 at the sizes of benchmarks/layers/grouped.py, `--seconds` each,
-on random normal data: `of cuBLAS` is the median of a burst's time over that of cuBLAS
-in the same round. `clocks` are medians of the GPU's clock and power over all of it.
+product in bfloat16, in bursts of calls at the sizes of benchmarks/layers/grouped.py,
+for `--seconds` each on random normal data. `us` is microseconds per call, the median of
+the bursts; `of cuBLAS` is the median of a burst's time over that of cuBLAS in the same
+round. `clocks` are medians of the GPU's clock and power over the whole run.
 cuBLAS is loaded from JAX's wheels or `--cublas PATH`.
 `--keep PROGRAM` only builds, for `--binary PROGRAM` on a machine without the toolkit.
-Writes benchmarks/results/matmuls-<gpu>x1-<date>.json and prints a table. Status: 1 for
-a wrong result.
+Writes benchmarks/results/matmuls-<gpu>x1-<date>.json and prints a table. Exits 1 if a
+result is wrong.
 """
 
 import pathlib
@@ -27,7 +28,7 @@ SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 KERNELS = recording.ROOT / "xla_ffi" / "cuda"
 CASES = cutlass_grouped.CASES
 PRODUCTS = 11
-# Seconds of one product of one case besides its time.
+# Seconds that one product of one case takes besides its times.
 BESIDES = 2
 
 
@@ -64,7 +65,7 @@ def parse(arguments):
 
 
 def words(args):
-    """Of the program."""
+    """Returns the program's arguments."""
     made = ["--cases", ",".join(args.cases), "--seconds", str(args.seconds)]
     made += ["--seed", str(args.seed)]
     if args.only:

@@ -1,11 +1,12 @@
-"""What the matmul kernels and cuBLAS wait for: one call of each under Nsight Compute.
+"""Profiles what the matmul kernels and cuBLAS wait for, by Nsight Compute.
 
     python -m benchmarks.limits.kernel_profile --binary PROGRAM [--cases mid]
 
-`PROGRAM` is that of grouped_kernels.py, built by its `--keep`. For each product its
-kernel and the batched cuBLAS matmul beside it run once; ncu counts how busy the tensor
-cores were, where L2 had what was asked for, what DRAM moved, and what warps waited for.
-The clock is left as it is, so times are those of single calls.
+`PROGRAM` is that of grouped_kernels.py, built with its `--keep`. For each product, its
+kernel and the batched cuBLAS matmul run once under ncu, which counts how busy the
+tensor cores were (percent), how often L2 had what was requested (percent), what DRAM
+moved (GB/s), and what warps waited for. The clock is left as it is; times are
+microseconds of single calls.
 Writes benchmarks/results/profile-<gpu>x1-<date>.json and prints a table.
 """
 
@@ -37,7 +38,7 @@ LIMIT = 300
 
 
 def number(text):
-    """ncu's: with commas, or nothing."""
+    """Parses a number of ncu's, which may have commas; returns None for other text."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -45,7 +46,7 @@ def number(text):
 
 
 def kernels(log):
-    """ncu's `--csv --page raw`: a dict of numbers by metric for each kernel.
+    """Parses ncu's `--csv --page raw` into a dict of numbers by metric for each kernel.
 
     The kernel's name is under `Kernel Name`.
     """
@@ -57,7 +58,7 @@ def kernels(log):
     found = []
     for row in rows:
         if len(row) != len(header):
-            continue  # what ncu says besides
+            continue  # other output of ncu
         named = dict(zip(header, row, strict=True))
         numbers = {name: number(text) for name, text in named.items()}
         kept = {name: value for name, value in numbers.items() if value is not None}
@@ -66,7 +67,7 @@ def kernels(log):
 
 
 def stalls(metrics):
-    """Warps that wait per instruction that is issued, by reason, the most first."""
+    """Returns the warps that wait per issued instruction, by reason, most first."""
     found = {
         name.removeprefix(_STALLED).removesuffix(_PER_ISSUE): round(value, 2)
         for name, value in metrics.items()
@@ -77,7 +78,7 @@ def stalls(metrics):
 
 
 def summary(metrics):
-    """What of a kernel's metrics is recorded; None for what ncu has not told."""
+    """Returns the metrics of a kernel that are recorded, None for missing ones."""
     busy = [
         value
         for name, value in metrics.items()
@@ -98,7 +99,7 @@ def summary(metrics):
 
 
 def results(products, found):
-    """A row per kernel: `products` are in the order in which `found` ran."""
+    """Returns a row per kernel; `found` has the kernels in the order of `products`."""
     first = [i for i, metrics in enumerate(found) if OURS in metrics["Kernel Name"]]
     if len(first) != len(products) or first[:1] not in ([0], []):
         names = [metrics["Kernel Name"] for metrics in found]
@@ -138,12 +139,12 @@ def parse(arguments):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cublas", type=pathlib.Path, metavar="PATH")
     parser.add_argument("--binary", type=pathlib.Path, metavar="PROGRAM", required=True)
-    parser.set_defaults(seconds=1.0)  # of times, which are not taken here
+    parser.set_defaults(seconds=1.0)  # for grouped_kernels.words; nothing is timed here
     return common.parsed(parser, arguments)
 
 
 def profiled(ncu, program):
-    """What the program reports, and what ncu says of it."""
+    """Runs the program under ncu; returns its report, and ncu's log."""
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")
         words = ["--profile-from-start", "off", "--clock-control", "none"]

@@ -1,9 +1,9 @@
-// What the host cannot do while a kernel runs, and which launches that holds up. Prints one JSON
-// object; launch_waits.py builds and runs it.
+// Finds what the host cannot do while a kernel runs, and which launches that holds up. Prints one
+// JSON object; launch_waits.py builds and runs it.
 //
-// A kernel waits on GPU 0 for the host, as a kernel of a transport waits for a peer. Meanwhile one
-// thread does one thing, and others launch small kernels, one on each GPU. What returns only after
-// the kernel has been let go waits for it.
+// A kernel on GPU 0 waits for the host, as a transport's kernel waits for a peer. Meanwhile one
+// thread does one thing, and other threads launch small kernels, one on each GPU. What returns only
+// after the kernel has been let go waits for it.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -20,7 +20,7 @@
 
 #include "gpu_limits/report.cuh"
 
-// Names that a loaded module is asked for.
+// Kernels that are looked up by name in a loaded module.
 extern "C" {
 
 // Ends by itself after `ns`, whatever the host does.
@@ -36,7 +36,7 @@ __global__ void Small(int* out) {
   if (out != nullptr) *out = 1;
 }
 
-// Needs `sizeof values` bytes of local memory a thread: more than the driver keeps at first.
+// Needs `sizeof values` bytes of local memory per thread, more than the driver keeps at first.
 __global__ void MuchLocalMemory(int* out) {
   volatile int values[2048];
 #pragma unroll 1
@@ -50,9 +50,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kHold{300};            // what waits for the kernel takes that long
-constexpr milliseconds kSettle{30};           // for threads that begin
-constexpr uint64_t kLimitNs = 3000000000ull;  // of the waiting kernel
+constexpr milliseconds kHold{300};            // what waits for the kernel takes this long
+constexpr milliseconds kSettle{30};           // for threads to start
+constexpr uint64_t kLimitNs = 3000000000ull;  // for the waiting kernel
 constexpr size_t kBytes = 64 << 20;
 constexpr size_t kHostBytes = 1 << 20;
 constexpr int kManyBlocks = 4096;  // so that local memory is needed for all multiprocessors
@@ -70,7 +70,7 @@ void CheckDriver(CUresult result, const char* what) {
   if (result != CUDA_SUCCESS) Fail(std::string(what) + ": error " + std::to_string(result));
 }
 
-// Modules as XLA loads them.
+// Loads modules as XLA does.
 struct Modules {
   std::string image;
   decltype(&cuModuleLoadData) load = DriverFunction<decltype(load)>("cuModuleLoadData", 7000);
@@ -102,8 +102,8 @@ cudaStream_t NewStream() {
   return stream;
 }
 
-// One thing that a program does. `prepare` runs before the kernel begins. What a case leaves
-// allocated stays: to free it may wait, and the program is short.
+// One thing that a program does. `prepare` runs before the kernel begins. Cases do not free what
+// they allocate: freeing may wait, and the program is short.
 struct Case {
   const char* what;
   std::function<void()> prepare;
@@ -172,7 +172,7 @@ std::vector<Case> Cases(const Modules& modules, cudaStream_t stream) {
   };
 }
 
-// What a program does with GPU 1, or with both, while GPU 0 is locked.
+// What a program does with GPU 1, or with both, while a thread loads a module on GPU 0.
 std::vector<Case> CasesBetween() {
   static char* memory[2];
   static cudaStream_t streams[2];
@@ -257,12 +257,12 @@ std::vector<Case> CasesBetween() {
   };
 }
 
-// Launches on one GPU, from a thread of its own, until End.
+// Launches kernels on one GPU, from a thread of its own, until End.
 class Launches {
  public:
   explicit Launches(int device) : thread_([this, device] { Run(device); }) {}
   void Restart() { worst_ms_ = 0; }
-  // Milliseconds that the longest one since took on the host.
+  // Returns the milliseconds that the longest launch since Restart took on the host.
   double End() {
     stop_ = true;
     thread_.join();
@@ -285,7 +285,7 @@ class Launches {
 
   std::atomic<bool> stop_{false};
   std::atomic<double> worst_ms_{0};
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // declared last, since it uses the others
 };
 
 JsonObject Measure(const Case& work, int device, int gpus, cudaStream_t waiting, int* go) {
@@ -294,7 +294,7 @@ JsonObject Measure(const Case& work, int device, int gpus, cudaStream_t waiting,
   CHECK_CUDA(cudaDeviceSynchronize());
   std::vector<std::unique_ptr<Launches>> beside;
   for (int gpu = 0; gpu < gpus; ++gpu) beside.push_back(std::make_unique<Launches>(gpu));
-  // They make a stream each and launch for the first time.
+  // Time for each thread to make a stream and launch for the first time.
   std::this_thread::sleep_for(kSettle);
 
   volatile int& let_go = *go;
@@ -330,7 +330,7 @@ JsonObject Measure(const Case& work, int device, int gpus, cudaStream_t waiting,
   return row.Add("launches", others);
 }
 
-// A case beside a thread that loads a module on GPU 0, where a kernel runs.
+// Measures a case beside a thread that loads a module on GPU 0, where a kernel runs.
 JsonObject MeasureBetween(const Case& work, const Modules& modules, cudaStream_t waiting, int* go) {
   work.prepare();
   for (int gpu = 0; gpu < 2; ++gpu) {
@@ -372,7 +372,7 @@ JsonObject MeasureBetween(const Case& work, const Modules& modules, cudaStream_t
   return row;
 }
 
-// A case on GPU 0, of which a stream waits for what comes behind a kernel on GPU 1.
+// Measures a case on GPU 0, one of whose streams waits for an event behind a kernel on GPU 1.
 JsonObject MeasureBehind(const Case& work, int* go) {
   CHECK_CUDA(cudaSetDevice(1));
   static const cudaStream_t waiting = NewStream();
@@ -419,7 +419,7 @@ JsonObject MeasureBehind(const Case& work, int* go) {
   return row;
 }
 
-// As JAX does it.
+// Enables peer access as JAX does.
 void EnablePeers(int gpus) {
   for (int gpu = 0; gpu < gpus; ++gpu) {
     CHECK_CUDA(cudaSetDevice(gpu));

@@ -4,11 +4,11 @@
 
 Builds launch_waits.cu for this GPU and runs it. A kernel waits on GPU 0 as one of p2p
 waits for a peer. Meanwhile a thread loads a module, frees memory and so on, and others
-launch small kernels, on GPU 0 and, where there are two, on GPU 1, with peer access as
-JAX enables it. The kernel is let go after `hold_ms` of the record: what took that long
-waited for it. With two GPUs the record also says what waits for a thread that loads a
-module on GPU 0, and what waits on GPU 0 for a kernel of GPU 1, for which one of its
-streams waits. Takes about 15 s, on two GPUs 40 s.
+launch small kernels on GPU 0 and, if there are two, on GPU 1, with peer access enabled
+as JAX does it. Times are milliseconds on the host. The kernel is let go after `hold_ms`
+of the record: what took that long waited for it. With two GPUs the record also says
+what waits for a thread that loads a module on GPU 0, and what waits on GPU 0 while one
+of its streams waits for a kernel of GPU 1. Takes about 15 s, on two GPUs 40 s.
 Writes benchmarks/results/waits-<gpu>x<n>-<date>.json and prints a table.
 """
 
@@ -22,9 +22,9 @@ SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 
 
 def cells(record):
-    """A row for each thing done: the times of it and of launches, on each GPU.
+    """Returns a row for each thing done: its time and those of launches, on each GPU.
 
-    A time in milliseconds, or "waits" where it is that of the kernel.
+    A cell has milliseconds, or "waits" if it took as long as the kernel.
     """
     found = {}
     for row in record["rows"]:
@@ -38,7 +38,7 @@ def cell(record, ms):
 
 
 def other_tables(record):
-    """Of two GPUs: a header and rows each, as `header` and `cells`."""
+    """Returns the tables of two GPUs, each a pair like (`header`, `cells`)."""
     if "between" not in record:
         return []
     between = "while a thread loads a module on GPU 0, where a kernel runs"
@@ -75,7 +75,7 @@ def parse(arguments):
 
 def main(arguments=None):
     args = parse(arguments)
-    # The module that it loads meanwhile.
+    # The module that the program loads while the kernel waits.
     cubin, _ = programs.build(SOURCE, "-cubin")
     record = programs.measure(
         "what waits for a running kernel",

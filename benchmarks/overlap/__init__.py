@@ -1,1 +1,1 @@
-"""How much of an exchange hides beside other work."""
+"""Benchmarks of how much of an exchange hides beside other work."""

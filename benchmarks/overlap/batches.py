@@ -1,4 +1,4 @@
-"""Two micro-batches, with one's exchange under the other's experts."""
+"""Times two micro-batches, the exchange of one under the experts of the other."""
 
 import functools
 
@@ -14,7 +14,7 @@ from jax_ep._cli.bench import checks, loops, transports
 NAME = report.TWO_BATCHES
 _UNROLLED = 2
 _EXPECTED_US = 12_000
-# Of the largest element: matmuls in another program may round in another order.
+# Relative to the largest element: matmuls in another program may sum in another order.
 _TOLERANCE = 0.03
 
 
@@ -25,15 +25,15 @@ def _layer(ep, experts, tokens, ids, weights):
 
 
 def one_after_the_other(eps, experts, first, second):
-    """Both batches' sums, by whole calls of one handle."""
+    """Returns both batches' sums, computed by whole calls of one handle."""
     one = _layer(eps[0], experts, *first)
-    # The second begins when the first has ended, as in a layer of twice the tokens.
+    # The second begins when the first has ended, as in a layer with twice the tokens.
     one, second = lax.optimization_barrier((one, second))
     return one, _layer(eps[0], experts, *second)
 
 
 def in_turns(eps, experts, first, second):
-    """The same, each batch on its own handle, its exchange under the other's work."""
+    """Returns the same; each batch has a handle and hides under the other's work."""
     begin = [functools.partial(jax_ep.dispatch_async, ep) for ep in eps]
     back = [functools.partial(jax_ep.combine_async, ep) for ep in eps]
     d = jax_ep.dispatch_wait(begin[0](*first))
@@ -50,7 +50,7 @@ def in_turns(eps, experts, first, second):
 
 
 class Batches:
-    """Two handles of a transport's case, and what the first measured program gave."""
+    """Two handles of a transport's case, and the results of the first program."""
 
     def __init__(self, transport, spec):
         self.case, self.spec = transport.case, spec
@@ -61,7 +61,7 @@ class Batches:
         self.eps = (transport.ep, self.other)
         sizes = {"hidden": hidden, "inner": inner}
         self.way = "hopper" if layer_experts.available("hopper", sizes) else "matmul"
-        # A matmul of all rows by one matrix stands for the experts elsewhere.
+        # Elsewhere a matmul of all rows by one matrix stands in for the experts.
         each = 1 if self.way == "matmul" else self.eps[0].local_experts
         count = self.case.mesh.size * each
         make = functools.partial(transports.normal, self.case.mesh)
@@ -81,7 +81,7 @@ class Batches:
         if self.way == "hopper":
             multiply = layer_experts.grouped_matmul
             inside = jax.nn.silu(multiply(rows, params[0], group_sizes))
-            # Past the last group there may be anything.
+            # Rows past the last group are unspecified.
             real = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
             return multiply(jnp.where(real[:, None], inside, 0), params[1], group_sizes)
         return jax.nn.silu(rows @ params[0][0]) @ params[1][0]
@@ -94,7 +94,7 @@ class Batches:
         return in_turns(self.eps, experts, *batches)
 
     def measure(self, form):
-        """What a row says of the arrangement `form`; None: one after the other."""
+        """Returns the row of the arrangement `form`; None is one after the other."""
         case, run = self.case, functools.partial(self._both, form)
         once = checks.mapped(case.mesh, run)
         sums = once(case.tokens, tuple(case.ids[:2]), case.weights, self.params)

@@ -1,6 +1,6 @@
 """What runs beside an exchange, and how the two are arranged in a program.
 
-Functions here take one rank's arrays; operands are global ones.
+Functions here take one rank's arrays; operands are global arrays.
 """
 
 import dataclasses
@@ -22,21 +22,21 @@ from benchmarks.overlap import report
 from jax_ep._cli.bench import checks, loops, transports
 from jax_ep._transport import p2p
 
-# A matmul "fitted" to the exchange is so much longer that the exchange could hide.
+# A "fitted" matmul takes so many times as long as the exchange, which could then hide.
 _LONGER = 1.2
 _HEAD = 128  # elements of an attention head
-_NEVER = 0xFFFFFFFF  # no bits of a last element, which are 16
+_NEVER = 0xFFFFFFFF  # no last element is this, since it has only 16 bits
 
 
 def available(arrangement):
-    """Whether this JAX puts custom calls on the stream of collectives."""
+    """Whether this JAX can do it: "stream" puts custom calls on collectives' stream."""
     on_stream = report.OVERLAPS[arrangement] == "stream"
     return not on_stream or jax.__version_info__ >= p2p.STREAM_SINCE
 
 
 @dataclasses.dataclass
 class Beside:
-    """Work that needs nothing of the exchange: `run` of the rank's part of operands."""
+    """Work independent of the exchange: `run` on each rank's part of `operands`."""
 
     name: str
     run: Callable[..., jax.Array]
@@ -49,7 +49,7 @@ def _normal(mesh, seed, shape):
 
 
 def matmul(mesh, size, rows=None, name="matmul"):
-    """bfloat16 [rows, size] by [size, size]."""
+    """Multiplies bfloat16 [rows, size] by [size, size]."""
     rows = rows or size
     left = _normal(mesh, 1, (mesh.size * rows, size))
     right = _normal(mesh, 2, (mesh.size * size, size))
@@ -57,15 +57,15 @@ def matmul(mesh, size, rows=None, name="matmul"):
 
 
 def fitted_matmul(mesh, size, us, exchange_us):
-    """As `matmul`, which takes `us`, with rows for as long as the exchange takes."""
+    """Like `matmul`, which takes `us`, with enough rows for the exchange to hide."""
     rows = int(np.ceil(size * _LONGER * exchange_us / us / 128)) * 128
     return matmul(mesh, size, rows, "matmul_fitted")
 
 
 def grouped(mesh, case, group_sizes, inner, way):
-    """The first grouped matmul of the experts, on rows as a dispatch groups them.
+    """Makes the experts' first grouped matmul, on rows as a dispatch groups them.
 
-    `way` is "ragged_dot", `jax.lax.ragged_dot`, or "hopper", the kernels.
+    `way` is "ragged_dot" (`jax.lax.ragged_dot`) or "hopper" (the kernels).
     """
     hidden = case.config.hidden_size
     if not experts.available(way, {"hidden": hidden, "inner": inner}):
@@ -78,12 +78,12 @@ def grouped(mesh, case, group_sizes, inner, way):
 
 
 def attention(mesh, case):
-    """Causal, on one sequence of a rank's tokens, with heads of 128."""
+    """Makes causal attention on one sequence of a rank's tokens, with heads of 128."""
     tokens = case.config.max_tokens_per_rank
     heads = max(1, case.config.hidden_size // _HEAD)
     shape = (mesh.size, tokens, heads, _HEAD)
     operands = tuple(_normal(mesh, seed, shape) for seed in (6, 7, 8))
-    # XLA's own writes the scores to memory.
+    # On GPUs XLA's own implementation would write the scores to memory.
     way = "cudnn" if jax.default_backend() == "gpu" else "xla"
     run = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation=way
@@ -103,7 +103,7 @@ def elementwise(mesh, megabytes):
 
 
 def once_us(mesh, beside):
-    """About how long one run of it takes, by the host's clock."""
+    """Returns about how long one run of `beside` takes, by the host's clock."""
 
     def last(operands):
         result = lax.optimization_barrier(beside.run(*operands))
@@ -116,8 +116,8 @@ def once_us(mesh, beside):
     return (time.perf_counter() - start) * 1e6
 
 
-# By operation: whole, begin, end, and a function that puts the (first, rest, shared) of
-# `Transport.operation` in the order of the call's operands.
+# Returns the operation's (whole call, first half, second half, order), where `order`
+# puts the (first, rest, shared) of `Transport.operation` in order of the operands.
 def _exchange(ep, op):
     if op == "dispatch":
         return (
@@ -135,9 +135,10 @@ def _exchange(ep, op):
 
 
 def together(ep, op, arrangement, beside):
-    """A function of (operands, beside's operands) that gives both results.
+    """Returns a function of (operands, beside's operands) that returns both results.
 
-    `beside` may be None, and so may `arrangement`: then its result is None.
+    `beside` may be None, and so may `arrangement`, which stands for the exchange. Then
+    its result is None.
     """
     whole, begin, end, _ = _exchange(ep, op)
 
@@ -150,7 +151,7 @@ def together(ep, op, arrangement, beside):
         pending = begin(*operands)
         other = work()
         if other is not None:
-            # The second half comes after it.
+            # The second half comes after the other work.
             pending, other = lax.optimization_barrier((pending, other))
         return end(pending), other
 
@@ -158,25 +159,25 @@ def together(ep, op, arrangement, beside):
 
 
 def operation(transport, op, arrangement, beside):
-    """As `Transport.operation`, with `beside` in each call."""
+    """Like `Transport.operation`, with `beside` in each call."""
     base = transport.operation(op)
     *_, order = _exchange(transport.ep, op)
     run = together(transport.ep, op, arrangement, beside)
 
     def step(first, rest, shared):
-        # Tied to the call, or XLA would do the work beside the calls only once.
+        # Tied to the call; otherwise XLA would do the work beside the calls only once.
         first, others = lax.optimization_barrier((first, shared["beside"]))
         result, other = run(order(first, rest, shared["exchange"]), others)
         outputs = []
         if result is not None:
             outputs.append(result.row_offsets if op == "dispatch" else result)
         if other is not None:
-            # The barrier keeps XLA from computing only the element that is looked at.
-            # Without an exchange nothing else uses `first`, and a barrier that lost it
-            # would tie nothing.
+            # The barrier keeps XLA from computing only the element that is used.
+            # Without an exchange nothing else uses `first`; if XLA dropped it, the
+            # barrier above would tie nothing.
             for array in (lax.optimization_barrier(other), first):
                 last = loops.last_element(array)
-                # Zero, which XLA cannot know.
+                # This is zero, but XLA cannot know.
                 outputs.append((last == shared["never"]).astype(jnp.uint32))
         return outputs
 
@@ -194,7 +195,7 @@ def operation(transport, op, arrangement, beside):
 
 
 def _product(mesh, beside):
-    """What the work makes on a rank."""
+    """Returns the shape and dtype of the work's result on a rank."""
     local = [(x.shape[0] // mesh.size, *x.shape[1:]) for x in beside.operands]
     operands = map(jax.ShapeDtypeStruct, local, [x.dtype for x in beside.operands])
     return jax.eval_shape(beside.run, *operands)

@@ -3,36 +3,37 @@
     python -m benchmarks.overlap.overlap [--budget 540]
     python -m benchmarks.overlap.overlap --beside matmul --arrangements stream_halves
 
-On all GPUs of this process: dispatch and combine of T tokens alone, other work alone,
-and both in one program, in calls that do not depend on each other. The other work:
+On all GPUs of this process it times dispatch and combine of T tokens alone, other work
+alone, and both in one program, where neither depends on the other. The other work:
 
 * "matmul": bfloat16 8192 x 8192 x 8192; "matmul_fitted": with so many rows that it
   takes 1.2 times as long as the exchange;
-* "hopper" and, where asked for, "ragged_dot": the first grouped matmul of the experts,
-  of rows as dispatch groups them, by JAX's own kernel for Hopper and, with fewer
-  columns, by `jax.lax.ragged_dot`, which XLA may do as one dense matmul per expert;
-* "attention": causal, of one sequence of T tokens;
+* "hopper" and, on request, "ragged_dot": the first grouped matmul of the experts, on
+  rows as dispatch groups them, by jax_ep's kernels for Hopper and, with fewer columns,
+  by `jax.lax.ragged_dot`, which XLA may do as one dense matmul per expert;
+* "attention": causal, on one sequence of T tokens;
 * "elementwise": reads and writes 1 GB.
 
-"two_batches" is no such work: two micro-batches go through dispatch, experts and
+"two_batches" is a case of its own: two micro-batches go through dispatch, experts and
 combine, one after the other, and with each one's exchange under the other's experts.
 
-The arrangements: "whole" calls and "halves" with the work between them, both on the
+The arrangements: "whole" calls, and "halves" with the work between them, both on the
 one stream that XLA has by default; "stream_halves": halves of a handle with
 `overlap="stream"`, the first on XLA's stream of collectives, with several `num_sms`,
 with XLA's default flags and with its latency-hiding scheduler; "copy_halves": halves of
-a handle with `overlap="copy"`, with that scheduler and with XLA's copies by copy
-engines; for these, packing, copies and placing are also timed alone.
+a handle with `overlap="copy"`, with that scheduler and with XLA's copies on copy
+engines. For these, packing, copies and placing are also timed alone.
 
-A time is that of a program of many calls tied by data (jax_ep/_cli/bench/loops.py),
-median of the repeats. Exposed is the time of both less that of the work alone; hidden
-is the share of the whole call's own time that is not exposed. Results are compared with
-the collective transport's bit for bit; wrong ones are marked, and the command then
-exits 1. With --trace one call of each arrangement is profiled: when each stream began
-and ended what, and how many copies went between GPUs.
+A time is in microseconds per call: that of a program of many calls tied by data
+(jax_ep/_cli/bench/loops.py), the median of the repeats. Exposed is the time of both
+less that of the work alone; hidden is the share of the whole call's own time that is
+not exposed. Results are compared bit for bit with the collective transport's. Wrong
+ones are marked, and the command then exits 1. With --trace one call of each arrangement
+is profiled: when each stream began and ended which work, and how many copies went
+between GPUs.
 
-Then the time of a call of few tokens with XLA's CUDA graphs and without, each in a
-process of its own.
+Then calls of few tokens are timed with XLA's CUDA graphs and without, each in a process
+of its own.
 
 Writes benchmarks/results/overlap-<gpu>x<n>-<date>.json and prints tables last. --merge
 adds the rows of earlier records that this run did not measure, so that several runs
@@ -48,7 +49,7 @@ from benchmarks.common import merging, recording
 from benchmarks.overlap import report
 from jax_ep._cli.bench.measure import GRAPHS as GRAPHS_ON
 
-# The last only where asked for: it may take all of the time there is.
+# The last one runs only on request, since it may take all of the time.
 BESIDE = (
     *("matmul", "matmul_fitted", "hopper", "elementwise", "attention"),
     *("two_batches", "ragged_dot"),
@@ -56,7 +57,7 @@ BESIDE = (
 ARRANGEMENTS = tuple(report.COLUMNS)
 COPIES = "--xla_gpu_use_memcpy_local_p2p=true"
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
-# Whether calls are captured, and the flags for it.
+# XLA's flags, by whether they make it capture calls in CUDA graphs.
 GRAPHS = {True: GRAPHS_ON, False: "--xla_gpu_enable_command_buffer="}
 WORKER = "benchmarks.overlap.worker"
 GRAPHS_WORKER = "jax_ep._cli.bench.worker"
@@ -97,7 +98,7 @@ def parse(arguments):
 
 
 def overlap_workers(args):
-    """(XLA flags, specification), the surest first."""
+    """Yields (XLA flags, specification) of each worker, the surest first."""
     names = ("transport", "tokens", "beside", "matmul", "inner", "ragged_inner")
     names += ("megabytes", "trace")
     spec = common.specification(args, **{name: getattr(args, name) for name in names})
@@ -107,7 +108,7 @@ def overlap_workers(args):
     if args.tiny or args.transport == "p2p":
         ways += [("copy", f"{COPIES} {SCHEDULER}")]
     if args.tiny or args.transport in ("p2p", "shmem"):
-        # In this process flags change nothing.
+        # With --tiny all runs in this process, where flags change nothing.
         ways += [("stream", flags) for flags in ("", SCHEDULER)[args.tiny :]]
     for overlap, flags in ways:
         chosen = [
@@ -125,20 +126,20 @@ def _key(row):
 
 
 def _joined(before, after):
-    """Rows of both; of two of the same the later, unless only the other has a time."""
+    """Joins rows; later ones replace the same ones, unless only those have a time."""
     rows = {}
     for row in [*before, *after]:
         old = rows.setdefault(_key(row), row)
-        # What was wrong once stays so.
+        # A wrong row always stays.
         if not old.get("wrong") and ("us" in row or "us" not in old):
             rows[_key(row)] = row
     return list(rows.values())
 
 
 def merged(before, after):
-    """One record of two runs of the same case on the same devices.
+    """Joins the records of two runs of the same case on the same devices.
 
-    Without work of the earlier one that is no longer among `BESIDE`.
+    Work of the earlier one that is not among `BESIDE` is left out.
     """
     for name in OF_A_CASE:
         merging.require_same("overlap.py", name, before[name], after[name])
@@ -174,7 +175,7 @@ def main(arguments=None):
 
     workers = list(overlap_workers(args))
     share = 1 - _GRAPHS_SHARE if args.graph_tokens else 1
-    # By what each has to measure.
+    # Each worker gets time in proportion to what it has to measure.
     weights = [1 + len(s["arrangements"]) * (1 + len(s["num_sms"])) for _, s in workers]
     for index, (flags, spec) in enumerate(workers):
         until = share * sum(weights[: index + 1]) / sum(weights)
@@ -187,7 +188,7 @@ def main(arguments=None):
     record["seconds"] = run.seconds
     empty = record["count"] == 0
     if earlier and empty:
-        # Nothing to join: it does not even say on which devices.
+        # There is nothing to join: this run does not even know its devices.
         earlier[-1]["problems"] += record["problems"]
     else:
         record["runs"] = merging.runs(record)

@@ -1,7 +1,7 @@
-"""The three steps of a call in halves with overlap="copy", each alone.
+"""Times each of the three steps of a call in halves with overlap="copy".
 
-Packing and placing are kernels on the stream of everything else and stay exposed; only
-the copies between them can hide.
+Packing and placing are kernels on the stream of everything else, so they stay exposed;
+only the copies between them can hide.
 """
 
 import functools
@@ -27,7 +27,7 @@ _TARGETS = {
 
 
 def _pack(ep, op, *inputs):
-    """What is sent, and what placing needs besides what arrives."""
+    """Returns what is sent, and what placing needs besides what arrives."""
     if op == "dispatch":
         args = dispatching._checked(
             "dispatch", ep, *inputs, input_scale=None, token_scales=None
@@ -51,12 +51,12 @@ def _place(ep, op, arrived, rest, like):
 
 
 def _word(array):
-    """The first one, since the rest of a message may be unspecified."""
+    """Returns each rank's first word; the rest of a message may be unspecified."""
     return lax.optimization_barrier(array)[0, :1]
 
 
 class Parts:
-    """One operation's steps on every draw of a transport's case."""
+    """The steps of one operation, on every draw of a transport's case."""
 
     def __init__(self, transport, op):
         self.transport, self.op = transport, op
@@ -77,7 +77,7 @@ class Parts:
         ]
 
     def differences(self, other):
-        """Where the results of the three steps differ from another transport's."""
+        """Returns how results of the three steps differ from another transport's."""
         found, case = {}, self.transport.case
         if self.op == "dispatch":
             for a, b in zip(self.results, other.dispatched, strict=True):
@@ -88,7 +88,7 @@ class Parts:
         return found
 
     def operation(self, part):
-        """`part` alone, of every draw in turn."""
+        """Returns the operation that does `part` alone, on every draw in turn."""
         ep, op, case = self.transport.ep, self.op, self.transport.case
         target = _TARGETS.get((op, part))
         make = functools.partial(loops.Operation, target=target)
@@ -125,7 +125,7 @@ class Parts:
         return [result.row_offsets if self.op == "dispatch" else result]
 
     def compiling(self, part, unrolled, iterations):
-        """As `p2p_programs.compiling`; copies are counted too."""
+        """Like `loops.compiling`; it also checks that the program has all copies."""
         mesh = self.transport.case.mesh
         # XLA's CPU compiler would merge the copies of calls that only a barrier ties.
         by_data = part == "copies" and jax.default_backend() == "cpu"
@@ -140,7 +140,7 @@ class Parts:
         def counted():
             program = finish()
             count = program.opcodes.get
-            # The all-to-all of an async-start is in a computation of its own.
+            # The all-to-all of an async-start is in another computation.
             found = count("all-to-all", 0) + count("all-to-all-start", 0)
             found = max(found, count("async-start", 0))
             if part == "copies" and found < unrolled:
@@ -150,7 +150,7 @@ class Parts:
         return counted
 
     def last(self, part):
-        """Each draw's last elements of what `operation` returns."""
+        """Returns the last elements of what `operation` returns, for each draw."""
         mesh = self.transport.case.mesh
         if part == "place":
             arrays = [

@@ -1,9 +1,9 @@
-"""What overlap.py and docs/generate.py say of its rows: lines and tables."""
+"""Lines and tables of the rows of overlap.py, for it and for docs/generate.py."""
 
 from benchmarks.common import reports
 from jax_ep._cli.bench.report import number, print_aligned
 
-TARGET_US = 30  # that overlap="copy" may leave exposed besides packing and placing
+TARGET_US = 30  # what overlap="copy" may leave exposed besides packing and placing
 PARTS = ("pack", "copies", "place")
 TWO_BATCHES = "two_batches"
 # `EPConfig.overlap` of each arrangement.
@@ -22,7 +22,7 @@ COLUMNS = {
 
 
 def exposed(us, beside_us, alone_us):
-    """What is exposed of an exchange of `alone_us` where both take `us`."""
+    """Returns how much of an exchange of `alone_us` is exposed if both take `us`."""
     rest = None if beside_us is None else us - beside_us
     share = None if rest is None or not alone_us else 1 - rest / alone_us
     return {
@@ -34,18 +34,18 @@ def exposed(us, beside_us, alone_us):
 
 
 def over_parts(row, pack_us, copies_us, place_us):
-    """What a row has exposed besides packing and placing, which took so long alone."""
+    """Returns what a row has exposed besides packing and placing, given their times."""
     if None in (row["exposed_us"], pack_us, place_us):
         return {}
     return {
         "over_parts_us": row["exposed_us"] - pack_us - place_us,
-        # Else not all copies can hide.
+        # If the work is not longer, not all copies can hide.
         "longer": copies_us is not None and row["beside_us"] >= copies_us,
     }
 
 
 def line(row):
-    """A row in one line, as progress."""
+    """Formats a row as one line of progress."""
     if "graphs" in row:
         state = "on" if row["graphs"] else "off"
         head = f"T {row['tokens']:<5}{row.get('op', ''):<9} graphs {state:<4}"
@@ -72,23 +72,23 @@ def _rows(record):
 
 
 def failures(record):
-    """What makes a record unfit: wrong results."""
+    """Lists what makes a record unfit: wrong results."""
     return reports.failures(_rows(record), line)
 
 
 def unfit(record):
-    """Whether a run has failed: something is wrong, or nothing was measured."""
+    """Whether the run failed: results were wrong, or nothing was measured."""
     return reports.unfit(_rows(record))
 
 
 def missing(record):
-    """What was not measured; the tables say so in its place."""
+    """Lists what was not measured; the tables say so in its place."""
     problems = [problem["problem"] for problem in record["problems"]]
     return reports.missing(_rows(record), problems, line)
 
 
 def _best(rows):
-    """The right row with the least exposed, or None."""
+    """Returns the right row with the least exposed time, or None."""
     found = [
         row for row in rows if row.get("exposed_us") is not None and not row["wrong"]
     ]
@@ -110,7 +110,7 @@ def _cell(rows):
 
 
 def _over(rows):
-    """Of the copy engines' best row: over pack + place, and whether that is little."""
+    """Formats what copy engines' best row exposes over pack + place, with a verdict."""
     row = _best(rows)
     if row is None or row.get("over_parts_us") is None:
         return ""
@@ -120,7 +120,7 @@ def _over(rows):
 
 
 def cells(record):
-    """Rows of the table, least exposed of all `num_sms` and flags."""
+    """Yields the table's rows, with the least exposed of all `num_sms` and flags."""
     rows = [r for r in record["results"] if r["beside"] not in (None, TWO_BATCHES)]
     measured = dict.fromkeys(
         (row["op"], row["beside"]) for row in rows if row["op"] and row["arrangement"]
@@ -138,7 +138,7 @@ def cells(record):
         first = next((best for best in map(_best, found) if best), {})
         times = (number(first.get("alone_us")), number(first.get("beside_us")))
         yield (op, name, *times, *map(_cell, found), _over(found[-1]))
-    # What could not even be made, or had no time left.
+    # Work that could not even be made, or for which no time was left.
     for name in dict.fromkeys(row["beside"] for row in rows):
         if name not in seen:
             reason = reports.absent([row for row in rows if row["beside"] == name])
@@ -150,7 +150,7 @@ def header():
 
 
 def parts(record):
-    """(op, microseconds of each step of the calls that copy engines do)."""
+    """Yields (op, *microseconds of each step with `overlap="copy"`)."""
     for op in ("dispatch", "combine"):
         found = [
             [
@@ -173,7 +173,7 @@ PARTS_HEADER = ("", "pack us", "copies us", "place us")
 
 
 def batches(record):
-    """(arrangement, flags, ms of it, of one batch after the other, speed-up)."""
+    """Yields (arrangement, flags, its ms, ms of one after the other, speed-up)."""
     rows = [row for row in record["results"] if row["beside"] == TWO_BATCHES]
     before = {
         row["flags"]: row["us"]
@@ -201,7 +201,7 @@ TIMELINES_HEADER = ("", "beside", "", "exchange, from to us", "other work, from 
 
 
 def _spans(streams, kind):
-    """When each stream began and ended what is of a kind; its sum where it paused."""
+    """Yields when each stream began and ended a kind of work; its sum if it paused."""
     for stream in sorted(streams, key=lambda s: s.get(kind, {}).get("start_us", 0)):
         if kind not in stream:
             continue
@@ -212,7 +212,7 @@ def _spans(streams, kind):
 
 
 def timelines(record):
-    """One traced call of each arrangement, the first GPU's streams."""
+    """Yields the first GPU's streams in one traced call of each arrangement."""
     rows = [row for row in record["results"] if row["beside"] in _TIMELINES]
     cases = dict.fromkeys((row["op"], row["beside"]) for row in rows if row["op"])
     for op, beside in cases:
@@ -229,18 +229,19 @@ def timelines(record):
 
 
 def _captured(row):
-    """The time of calls in graphs, if handlers were seen under capture alone."""
+    """Formats the time of calls in graphs, if handlers only ran under capture."""
     captured, streamed = row.get("captured"), row.get("streamed")
     if captured is None:
         return number(row["us"], 1)
-    # A program's body may run once before it is captured; uncaptured calls count all.
+    # A program's body may run once before capture. Without graphs, all calls count as
+    # streamed.
     if captured == 0 or 2 * streamed > row["calls"]:
         return "not captured"
     return number(row["us"], 1)
 
 
 def graphs(record):
-    """(T, op, microseconds without graphs, with them, ratio, handlers' launches)."""
+    """Yields (T, op, us without graphs, us with them, ratio, handlers' launches)."""
     found = {
         (row["tokens"], row["op"], row["graphs"]): row
         for row in record["graphs"]

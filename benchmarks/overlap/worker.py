@@ -1,9 +1,9 @@
-"""Measures what hides an exchange, in a process of its own for overlap.py.
+"""Measures how an exchange hides for overlap.py, in a process of its own.
 
     python -m benchmarks.overlap.worker SPECIFICATION OUTPUT
 
-A line of JSON goes to OUTPUT for the devices, and for each row as soon as it is
-measured.
+It writes a line of JSON to OUTPUT for the devices, and one for each row as soon as it
+is measured.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from benchmarks.overlap import parts as overlap_parts
 from jax_ep._cli.bench import checks, loops, process, transports
 from jax_ep._cli.bench.loops import compile_all, raised
 
-# Calls in a program's loop body: the longest programs have matmuls of a millisecond.
+# Calls in a program's loop body; in the longest programs a matmul takes a millisecond.
 _UNROLLED = 4
 _EXPECTED_US = 1500
 
 
 class Worker:
-    """All of one specification."""
+    """Measures one specification."""
 
     def __init__(self, spec, mesh, emit):
         self.spec, self.mesh, self.emit = spec, mesh, emit
@@ -51,7 +51,7 @@ class Worker:
         return process.late(self.spec)
 
     def open(self, num_sms):
-        """A handle whose calls give what the collective transport gives."""
+        """Opens a handle and checks its results against the collective transport's."""
         transport = transports.Transport(self.case, self.spec["transport"], num_sms)
         transport.call_all()
         found = transport.differences(self.other)
@@ -60,14 +60,14 @@ class Worker:
         self.transports[num_sms] = transport
 
     def sizes(self):
-        """Calls in a loop's body, and iterations."""
+        """Returns how many calls a loop's body has, and the number of iterations."""
         return loops.sizes(self.spec, _UNROLLED, max(_EXPECTED_US, self.once_us))
 
     def compiling(self, transport, op, arrangement, beside):
-        """Functions that compile what is timed and what is compared."""
+        """Returns functions that compile what is timed and what is compared."""
         made = cases.operation(transport, op, arrangement, beside)
         sizes = self.sizes()
-        # By data: on two streams the order of what is launched is not enough.
+        # Tied by data: on two streams the order of launches is not enough.
         timed = loops.compiling(self.mesh, made, *sizes, tie="data")
         found = {"timed": timed}
         # With other num_sms only the timed calls' checksum is compared.
@@ -79,7 +79,7 @@ class Worker:
         return found
 
     def check(self, transport, op, program, beside):
-        """What differs from the reference's results, {} if nothing."""
+        """Returns how results differ from the reference's, {} if they do not."""
         result = raised(program)(transport.inputs(op, 0), beside.operands)[0]
         if op == "dispatch":
             wanted = self.other.dispatched[0]
@@ -88,14 +88,14 @@ class Worker:
         return checks.combined(result, self.other.combined[0])
 
     def time(self, program, op, arrangement):
-        """Its timing, and what is wrong with its checksum."""
+        """Times a program; returns its timing, and what is wrong with its checksum."""
         last = self.other.last(op)
         if arrangement is None:
             last = [np.zeros_like(each) for each in last]
         return loops.measure(raised(program), self.spec["repeats"], last)
 
     def measure_parts(self):
-        """Times the steps of overlap="copy" alone."""
+        """Times each step of overlap="copy" alone."""
         for op in transports.OPS:
             facts = {"op": op, "num_sms": None, "beside": None}
             if self.late():
@@ -175,7 +175,7 @@ class Worker:
             self.note(facts, beside, timing, different | wrong)
 
     def note(self, facts, beside, timing, different):
-        """Emits a measured row, with what follows from earlier ones."""
+        """Emits a measured row, with what follows from it and earlier ones."""
         op, us = facts["op"], timing["us"]
         row = {**facts, "beside": beside and beside.name, **timing}
         row |= {"differences": different, "wrong": bool(different)}
@@ -194,7 +194,7 @@ class Worker:
         self.row(**row)
 
     def besides(self):
-        """What runs beside the exchange, made when it is its turn."""
+        """Yields the work beside the exchange, each made when it is its turn."""
         spec, mesh, size = self.spec, self.mesh, self.spec["matmul"]
         make = {
             "matmul": lambda: cases.matmul(mesh, size),
@@ -216,13 +216,13 @@ class Worker:
             try:
                 beside = make[name]()
                 self.once_us = cases.once_us(mesh, beside)
-            except Exception as error:  # nothing to fit it to, not for this device
+            except Exception as error:  # nothing to fit it to, or not for this device
                 self.row(**facts, **_error(error))
                 continue
             yield beside
 
     def measure_batches(self, arrangements):
-        """Times two micro-batches, one after the other and each under the other."""
+        """Times two micro-batches, one after the other and overlapped."""
         facts = {"op": "layer", "beside": overlap_batches.NAME, "num_sms": None}
         forms = [None, *(a for a in arrangements if a.endswith("halves"))]
         if self.late():
@@ -257,7 +257,7 @@ class Worker:
         self.measure(alone, None)
         if self.spec["overlap"] == "copy":
             self.measure_parts()
-        # Of the other multiprocessors something is left to others on a second stream.
+        # `num_sms` matters beside work on a second stream, which runs on the other SMs.
         wanted = [
             (op, name, num_sms)
             for op in transports.OPS
@@ -276,7 +276,7 @@ class Worker:
 
 
 def _result(run, operands, others):
-    """What `run` gives, with the last element of the other result alone."""
+    """Returns `run`'s result, and only the last element of the other work's result."""
     result, other = run(operands, others)
     return result, loops.last_element(jax.lax.optimization_barrier(other))[None]
 

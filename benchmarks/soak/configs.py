@@ -6,8 +6,8 @@ import dataclasses
 
 import jax_ep
 
-# Changes of B, and whether its calls are made in halves. What codes.py draws passes all
-# wires exactly; a format that quantises sums must therefore have one row per sum.
+# (changes of B, whether its calls are made in halves). Values of codes.py must cross
+# exactly, so a format that quantises sums must have one row per sum.
 OPTIONS = {
     "mxfp8": ({"dispatch_format": "mxfp8", "hidden_size": 256}, False),
     "tiled": (
@@ -62,7 +62,7 @@ OPTIONS = {
 
 
 def configs(ranks):
-    """A: one region, drops. B: two regions, another dtype, a free tail."""
+    """Returns A: one region, drops; and B: two regions, another dtype, a free tail."""
     a = jax_ep.EPConfig(
         num_experts=16 * ranks,
         top_k=8,
@@ -85,7 +85,7 @@ def configs(ranks):
 
 
 def changed(config, name):
-    """B with an option."""
+    """Returns B, `config`, with an option."""
     changes, in_halves = OPTIONS[name]
     pending = 1 if in_halves else 0
     return dataclasses.replace(
@@ -94,6 +94,6 @@ def changed(config, name):
 
 
 def defaults(transport):
-    """All options that a transport serves."""
+    """Returns all options that a transport supports."""
     exchanging = [name for name in OPTIONS if not OPTIONS[name][0].get("skip_a2a")]
     return exchanging if transport == "shmem" else list(OPTIONS)

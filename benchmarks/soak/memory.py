@@ -1,8 +1,8 @@
-"""Memory of this process and of GPUs, for soaks and tests of leaks.
+"""Measures the memory of this process and of GPUs, for soaks and tests of leaks.
 
-What a process holds of the system (`resident`) grows without a leak, since blocks of
-several MB that threads take and return leave gaps in the heaps of glibc's arenas. Bytes
-that somebody has allocated and not freed (`in_use`) tell the two apart.
+A process's resident size (`resident`) grows even without a leak: blocks of several MB
+that threads allocate and free leave gaps in the heaps of glibc's arenas. The bytes that
+are allocated and not freed (`in_use`) tell the two apart.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def resident() -> int:
 
 
 def in_use() -> int | None:
-    """Bytes allocated by malloc and not freed, of all arenas; None without glibc 2.33.
+    """Returns the bytes that malloc has allocated in all arenas and that are not freed.
 
-    Compare only when no call is in flight. What threads keep in their caches counts as
-    allocated, unless GLIBC_TUNABLES has glibc.malloc.tcache_count=0.
+    None before glibc 2.33. Compare only when no call is in flight. What threads keep in
+    their caches counts as allocated, unless GLIBC_TUNABLES has
+    glibc.malloc.tcache_count=0.
     """
     gc.collect()
     libc = ctypes.CDLL(None)
@@ -43,9 +44,9 @@ def in_use() -> int | None:
 
 
 def free_on_gpu(ordinal: int) -> int:
-    """Free bytes of a GPU, of all processes together.
+    """Returns the free bytes of a GPU, which all processes share.
 
-    The driver is asked by ctypes, so that no answer comes from the code under test.
+    It asks the driver through ctypes, so that no code under test is involved.
     """
     driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -55,7 +56,7 @@ def free_on_gpu(ordinal: int) -> int:
             raise RuntimeError(f"the CUDA driver returned error {code}")
 
     succeed(driver.cuInit(0))
-    # The device's primary context, as JAX has it.
+    # The device's primary context, which JAX uses, too.
     succeed(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
     try:
         succeed(driver.cuCtxPushCurrent_v2(context))

@@ -1,13 +1,13 @@
-"""soak.py in several processes at once, which make the same calls.
+"""Runs soak.py in several processes at once, which make the same calls.
 
     python -m benchmarks.soak.processes --processes 4 [--one-gpu] [--ranks-per-node 2]
         [arguments of soak.py]
 
-Each process has a GPU, or with --one-gpu they all share the first one, which takes
-turns between them; without GPUs each has a CPU device. In each process one thread
-launches, since calls of two threads would come to the devices of several processes in
-different orders. Unless --no-compiling, another one compiles and runs programs without
-calls. Writes benchmarks/results/
+Each process has a GPU, or with --one-gpu all share the first one, which runs them in
+turn; with --platform cpu each has a CPU device. Only one thread per process launches
+calls, since those of two threads would reach the devices of several processes in
+different orders. Another one compiles and runs programs without calls, unless
+--no-compiling is given. Writes benchmarks/results/
 processes-soak-<transport>-<p>proc-[<m>nodes-]<device>x<n>-<date>.json.
 """
 
@@ -30,14 +30,14 @@ from benchmarks.soak import program, soak
 from benchmarks.soak import run as soak_run
 from jax_ep._cli.bench.process import ep_mesh
 
-CHUNK = 8  # launches between two looks at the clock
+CHUNK = 8  # launches between two checks of the clock
 START_S = 240  # for handles and compilation
 SLACK_S = 60
-GROWS = ("checks", *program.STATISTICS)  # with the ranks
+GROWS = ("checks", *program.STATISTICS)  # what is summed over the processes
 
 
 def arguments():
-    """Those of soak.py and of the processes."""
+    """Makes a parser of the arguments of soak.py and of this command."""
     parser = soak.arguments()
     parser.description = (__doc__ or "").partition("\n")[0]
     parser.add_argument("--processes", type=int, required=True)
@@ -51,20 +51,20 @@ def arguments():
 
 
 def local(results):
-    """What this process holds of results, rank by rank."""
+    """Returns this process's part of results, in the order of ranks."""
     import jax
 
     return jax.tree.map(processes.local, results)
 
 
 class Together:
-    """soak_run.together by steps on which the processes agree."""
+    """Calls soak_run.together in steps on which the processes agree."""
 
     def __init__(self):
         self.client, self.steps = processes.client(), itertools.count()
 
     def go_on(self, own, own_says):
-        """Whether process 0 says so, and nobody has failed."""
+        """Whether process 0 wants to go on and no process has failed."""
         step = next(self.steps)
         self.client.key_value_set(f"soak/{step}/{own}", json.dumps(own_says))
         said = [
@@ -92,8 +92,8 @@ class Together:
 
 
 def process(args, port, own):
-    """One of them; its record is a line of its output."""
-    # Also where it hangs in what heeds no signal: jax.distributed ignores SIGTERM.
+    """Runs one of the processes, which prints its record as one line."""
+    # Ends the process even if it hangs; jax.distributed ignores SIGTERM.
     signal.alarm(5 + int(limit_s(args)))
     processes.join(port, args.processes, own, args.platform)
     record = soak.soaked(ep_mesh(), args, together=Together(), fetch=local)
@@ -107,7 +107,7 @@ def process(args, port, own):
 
 
 def merged(args, records):
-    """One record of all processes': counts of ranks are sums."""
+    """Merges the processes' records into one, with sums of what ranks count."""
     first = records[0]
     errors = [record["error"] for record in records if record["error"]]
     failures = [record["first_failure"] for record in records]
@@ -139,7 +139,7 @@ def merged(args, records):
 
 
 def command(args):
-    """What runs the same again."""
+    """Returns the command that runs the same again."""
     words = f"--processes {args.processes}" + " --one-gpu" * args.one_gpu
     if args.ranks_per_node:
         words += f" --ranks-per-node {args.ranks_per_node}"
@@ -150,12 +150,12 @@ def command(args):
 
 
 def limit_s(args):
-    """Seconds that the processes have."""
+    """Returns the seconds that the processes may take."""
     return START_S + SLACK_S + 60 * (args.minutes or 30)
 
 
 def run(args, given):
-    """Starts the processes and waits for them; the exit status."""
+    """Starts the processes and waits for them; returns the exit status."""
     limit = limit_s(args)
     environment = dict(os.environ)
     if args.platform == "gpu":
@@ -180,7 +180,8 @@ def run(args, given):
                         stderr=output,
                     )
                 )
-        # What is stopped from outside says how far it came, and leaves no process.
+        # If SIGTERM stops this command, it still says how far it came and leaves no
+        # process behind.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             wait(started, time.monotonic() + limit)
@@ -210,7 +211,7 @@ def run(args, given):
 
 
 def wait(started, deadline):
-    """Until all have ended, one has failed, or time is up."""
+    """Waits until all have ended, one has failed, or time is up."""
     while time.monotonic() < deadline:
         codes = [one.poll() for one in started]
         if None not in codes or any(codes):

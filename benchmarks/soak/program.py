@@ -1,9 +1,9 @@
-"""The program that soak.py runs: layers with random everything, checked on the device.
+"""The program that soak.py runs: layers with random operands, checked on the device.
 
-Every rank draws the operands of all ranks from one key and works out from SPEC.md's
-formulas what must come back to it, so that nothing but the calls under test couples the
-ranks. Values are small integers times powers of two: every sum is exact, whatever its
-order, and must be met exactly. Row lists come from a sort, not from jax_ep.
+Every rank draws the operands of all ranks from one key and computes by SPEC.md's
+formulas what must come back to it, so that only the calls under test couple the ranks.
+Values are small integers times powers of two: every sum is exact in any order, and must
+match exactly. The expected rows come from a sort, not from jax_ep.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OF_ROWS = ("tokens", "codes", "scales", "src_info", "router_weights")
 
 @dataclasses.dataclass
 class Operands:
-    """Of all ranks: leaves are [R, n, ...]."""
+    """Operands of all ranks: leaves are [R, n, ...]."""
 
     ids: Any
     weights: Any
@@ -41,12 +41,12 @@ jax.tree_util.register_dataclass(Operands)
 
 
 def random_key(seed: Any) -> Any:
-    """Of draws that XLA compiles in half the time that those of the default take it."""
+    """Makes a key whose draws XLA compiles in half the time of the default kind's."""
     return jax.random.key(seed, impl="rbg")
 
 
 def draw(config: Any, ranks: int, n: int, key: Any) -> Operands:
-    """Operands of one layer; every fourth call has ids that are no experts."""
+    """Draws the operands of one layer; every fourth or so has ids of no experts."""
     experts, shape = config.num_experts, (ranks, n, config.top_k)
     keys = jax.random.split(key, 9)
     any_id = jax.random.randint(keys[0], shape, 0, experts)
@@ -80,13 +80,13 @@ def draw(config: Any, ranks: int, n: int, key: Any) -> Operands:
     made = Operands(jnp.where(few, wrong, ids).astype(jnp.int32), weights, *tensors)
     if not config.skip_a2a:
         return made
-    # All ranks hold the same.
+    # All ranks have the same operands.
     return jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), made)
 
 
 @dataclasses.dataclass
 class Expected:
-    """Where all rows of a call go, as one rank sees it."""
+    """Where the rows of a call must go, as one rank sees it."""
 
     kept: Any  # bool [n, K]: this rank's entries that have a row somewhere
     entry: Any  # int32 [N]: (source * n + token) * K + k of each row here, or -1
@@ -98,13 +98,13 @@ class Expected:
 
 
 def place(config: Any, ranks: int, capacity: int, ids: Any, me: Any) -> Expected:
-    """Rows by expert, source, token and k: one stable sort of all entries."""
+    """Places rows by expert, source, token and k: one stable sort of all entries."""
     experts, align = config.num_experts, config.expert_alignment
     local, n = experts // ranks, ids.shape[1]
     own = ids[me]
     valid = (ids >= 0) & (ids < experts)
     if config.skip_a2a:
-        # Each rank routes its own experts' entries, to itself.
+        # Each rank routes the entries of its own experts to itself.
         rank = jnp.arange(ranks)[:, None, None]
         valid &= (rank == me) & (ids // local == me)
     expert = jnp.where(valid, ids, experts).reshape(-1)
@@ -137,7 +137,7 @@ def place(config: Any, ranks: int, capacity: int, ids: Any, me: Any) -> Expected
 
 
 def delay(key: Any, me: Any, longest: int) -> Any:
-    """Work of random length, none on about half of the ranks; returns False."""
+    """Does work of random length, none on about half of the ranks; returns False."""
     key = jax.random.fold_in(key, me)
     trips = jnp.maximum(jax.random.randint(key, (), -longest, longest), 0)
     a = jnp.eye(256) + trips / 1e6
@@ -146,7 +146,7 @@ def delay(key: Any, me: Any, longest: int) -> Any:
 
 
 def calls(ep: Any, split: bool) -> tuple[Any, Any]:
-    """Dispatch and combine of `ep`, whole or in halves."""
+    """Returns functions for dispatch and combine of `ep`, whole or in halves."""
 
     def dispatch(*operands: Any) -> Any:
         options = {}
@@ -170,7 +170,7 @@ def calls(ep: Any, split: bool) -> tuple[Any, Any]:
 def layer(
     ep: Any, o: Operands, key: Any, longest: int, reduce: bool, split: bool = False
 ) -> Any:
-    """One layer and both derivatives: mismatches by name, and statistics."""
+    """Runs one layer and both derivatives; returns mismatches and statistics."""
     config, ranks, n = ep.config, ep.ep_size, o.ids.shape[1]
     apart, at_source = config.reduce == "none", config.reduce == "source"
     dispatch, combine = calls(ep, split)
@@ -190,9 +190,9 @@ def layer(
     token, k = want.entry // config.top_k, want.entry % config.top_k
     token = jnp.where(want.shared, me * n + jnp.arange(want.entry.size), token)
     k = jnp.where(want.shared, ABSENT, k)
-    sign = jnp.where(k % 2 == 0, 1, -1).astype(x.dtype)  # of a shared row -1
+    sign = jnp.where(k % 2 == 0, 1, -1).astype(x.dtype)  # -1 for a shared row
     late = jnp.where(delay(between, me, longest), 0, sign)
-    # What nothing may read is NaN, on the way there and on the way back.
+    # What nothing may read is NaN, in both directions.
     rows = jnp.where(real[:, None], tokens * late[:, None], jnp.nan).astype(x.dtype)
     weights = jnp.where(routed, d.router_weights, jnp.nan)
     if at_source:
@@ -223,7 +223,7 @@ def layer(
         return jnp.where(real[:, None], flat[token], 0)
 
     row_weight = jnp.where(routed, o.weights.reshape(-1)[want.entry], 0)
-    # What combine multiplies a row with.
+    # What combine multiplies each row by.
     factor = jnp.where(routed, 1.0, 0.0) if apart else row_weight
     factor = jnp.where(want.shared, 1.0, factor)
     there, dy_there = of_rows(o.tokens), of_rows(o.dy)
@@ -270,7 +270,7 @@ def layer(
     if with_residual:
         pairs["d_residual"] = d_residual, wide.dy
     if reduce:
-        # One of XLA's own collectives between the calls.
+        # A collective of XLA between the calls.
         seen = jax.lax.psum(jnp.sum(d.expert_counts), ep.axis_names)
         total = jnp.sum((o.ids >= 0) & (o.ids < config.num_experts))
         pairs["psum"] = (seen[None], total[None])
@@ -279,7 +279,7 @@ def layer(
     counts = {}
     for name, (actual, wanted) in pairs.items():
         assert actual.shape == wanted.shape, (name, actual.shape, wanted.shape)
-        # A NaN is unequal to everything.
+        # NaN counts as a mismatch: it is unequal to everything.
         bad = actual.astype(wanted.dtype) != wanted
         if name in free:
             bad &= ~tail.reshape(-1, *[1] * (bad.ndim - 1))
@@ -297,12 +297,12 @@ def program(
     reduce: bool = False,
     split: bool = False,
 ) -> Any:
-    """Compiled: numbers -> for each rank, step and layer the mismatches by name.
+    """Returns a jitted function: numbers -> mismatches by name of rank, step and layer.
 
-    All that is drawn follows from the numbers: uint32 [3], of a seed, a thread and one
-    of its launches.
+    The numbers are uint32 [3]: a seed, a thread and one of its launches. All that is
+    drawn follows from them.
 
-    `reduce` adds collectives of XLA's, `split` makes each call in two halves.
+    `reduce` adds collectives of XLA, `split` makes each call in two halves.
     """
     ranks = eps[0].ep_size
 

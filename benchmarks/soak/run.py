@@ -1,4 +1,4 @@
-"""Launches of soak.py's programs from threads, and what came back."""
+"""Launches soak.py's programs from threads, and counts what came back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import numpy as np
 
 from benchmarks.soak import program
 
-IN_FLIGHT = 4  # launches of a thread
+IN_FLIGHT = 4  # launches per thread
 SHOW_S = 10
-# What may be gone at the end: an array lost in every launch would be more.
+# Bytes that may be gone at the end: an array lost in every launch would be more.
 MOST_OF_DEVICE = 64 << 20
-# Of each new program. XLA's kernel for small sums over GPUs keeps 2 MiB of each GPU for
-# every program that has it (jax 0.11.2), as `gathered` does, one of three; the other
-# kinds keep nothing. With no new programs 25,000 launches left 2 MiB in use.
+# The same for each new program. XLA's kernel for small sums over GPUs keeps 2 MiB on
+# each GPU for every program that has it (jax 0.11.2). `gathered` has it, one of three
+# kinds; the others keep nothing. With no new programs 25,000 launches left 2 MiB in
+# use.
 MOST_OF_DEVICE_A_PROGRAM = 1 << 20
 MOST_OF_HEAP, MOST_OF_HEAP_A_LAUNCH = 16 << 20, 1 << 10
 COMPILE_EVERY_S = 1
@@ -27,7 +28,7 @@ COMPILED_SHAPES = 8
 
 
 class Tally:
-    """What came back so far."""
+    """Counts what came back so far."""
 
     def __init__(self):
         self.calls = self.checks = 0
@@ -36,7 +37,7 @@ class Tally:
         self.first_failure = None
 
     def add(self, steps, where, results):
-        """`results`: a list over layers of (mismatches, statistics), [rank, step]."""
+        """Adds `results`: for each layer (mismatches, statistics), by [rank, step]."""
         for index, (counts, statistics) in enumerate(results):
             for name, value in statistics.items():
                 self.statistics[name] += int(np.sum(value, dtype=np.int64))
@@ -61,17 +62,17 @@ class Tally:
 
 
 class Launcher:
-    """One thread's launches: which ones follows from the seed and the thread.
+    """One thread's launches, which follow from the seed and the thread's number.
 
-    What they are given comes from the host. With `carried` it comes from the first
-    device: on several GPUs of a process they then may hang beside new programs
+    Their operands come from the host. With `carried` they come from the first device:
+    on several GPUs of a process, launches may then hang beside new programs
     (docs/sharp_bits.md).
     """
 
     carried = False
 
     def __init__(self, thread, programs, seed, steps, calls, fetch=jax.device_get):
-        """`programs`: by name, with how many layers each has."""
+        """Takes `programs` by name: (executable, how many layers it has)."""
         self.thread, self.programs, self.fetch = thread, programs, fetch
         self.steps, self.wanted, self.enqueued = steps, calls, 0
         self.choose = random.Random(seed * 2 + thread)
@@ -80,7 +81,7 @@ class Launcher:
         self.error = None
 
     def enqueue(self):
-        # Each program once, then any.
+        # Each program once, then random ones.
         names = list(self.programs)
         first = names[self.launches : self.launches + 1]
         n = self.choose.choice(first or names)
@@ -95,7 +96,7 @@ class Launcher:
         return where, result
 
     def run(self, deadline, launches):
-        """Until one of the limits; nothing is in flight afterwards."""
+        """Launches up to one of the limits; nothing is in flight afterwards."""
         waiting = collections.deque()
         try:
             while True:
@@ -122,7 +123,7 @@ class Launcher:
 
 
 def sorted_product(n, count, devices):
-    """On each device by itself."""
+    """Multiplies and sorts on each device by itself."""
     made = jax.jit(lambda a: jnp.sort(a @ a.T, axis=0) + count)
     for device in devices:
         found = made(jax.device_put(np.ones((n, n), np.float32), device))
@@ -130,7 +131,7 @@ def sorted_product(n, count, devices):
 
 
 def tuned_product(n, count, devices):
-    """On each device by itself: of a new size, for which XLA times several kernels."""
+    """Multiplies on each device; the size is new, so that XLA times several kernels."""
     made = jax.jit(lambda a: (a @ a.T).astype(jnp.float32) + count)
     for device in devices:
         a = np.ones((64 + n + count, 512), jnp.bfloat16)
@@ -139,7 +140,7 @@ def tuned_product(n, count, devices):
 
 
 def gathered(n, count, devices):
-    """One program of all devices, with XLA's own collectives."""
+    """Runs one program on all devices, with XLA's own collectives."""
     mesh = jax.sharding.Mesh(np.array(devices), ("all",))
     spec = jax.P("all")
 
@@ -155,10 +156,10 @@ def gathered(n, count, devices):
 
 
 def new_programs(devices):
-    """Those that a thread can run beside calls on these devices.
+    """Returns the programs that a thread can run beside calls on these devices.
 
-    Programs of several processes' devices would have to come in one order everywhere;
-    on CPUs XLA's collectives need a thread for each device, which calls hold.
+    Programs on devices of several processes would need the same order everywhere. On
+    CPUs, XLA's collectives need a thread for each device, and calls hold these threads.
     """
     if devices[0].platform == "cpu":
         return (sorted_product,)
@@ -167,7 +168,7 @@ def new_programs(devices):
 
 
 class Compiler:
-    """Compiles and runs other programs on all devices meanwhile, if `active`."""
+    """Compiles and runs other programs on all devices beside the calls, if `active`."""
 
     def __init__(self, devices, active):
         self.devices, self.active = devices, active
@@ -175,7 +176,7 @@ class Compiler:
         self.count, self.error = 0, None
 
     def first(self):
-        """One of each kind and shape: JAX keeps more of those than of later ones."""
+        """Compiles one of each kind and shape, for which JAX keeps more than later."""
         for _ in range(COMPILED_SHAPES * len(self.programs)):
             self.one()
 
@@ -186,7 +187,7 @@ class Compiler:
         self.count += 1
 
     def run(self, stop):
-        """Once at least, however busy the machine is."""
+        """Compiles until `stop`, at least once, however busy the machine is."""
         try:
             while True:
                 self.one()
@@ -197,7 +198,7 @@ class Compiler:
 
 
 def together(launchers, compiler, deadline, launches):
-    """Runs all launchers, of `launches` each in all; stops them when one fails."""
+    """Runs all launchers up to `launches` each in total; stops them if one fails."""
     stop, started = threading.Event(), time.monotonic()
     compiling = threading.Thread(target=compiler.run, args=(stop,))
     threads = [
@@ -224,9 +225,9 @@ def together(launchers, compiler, deadline, launches):
 
 
 def grown(record):
-    """What memory the record says was lost, in words; None where it is flat.
+    """Says how much memory a record shows as lost; None if it is flat.
 
-    The resident size of a process on CPUs is no measure: XLA's threads leave gaps.
+    On CPUs the resident size of a process does not tell: XLA's threads leave gaps.
     """
     if record["device"] != "cpu":
         lost = record["free_memory_start"] - record["free_memory_end"]
@@ -242,7 +243,7 @@ def grown(record):
 
 
 def merged(launchers, compiler):
-    """What all have found, for the record."""
+    """Merges what all launchers have found, for the record."""
     tallies = [launcher.tally for launcher in launchers]
     failures = sum((tally.failures for tally in tallies), collections.Counter())
     statistics = sum((tally.statistics for tally in tallies), collections.Counter())

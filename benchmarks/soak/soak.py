@@ -1,18 +1,19 @@
-"""Many calls with random routing, sizes and skew between ranks, every result checked.
+"""Makes many calls with random routing, sizes and skew, and checks every result.
 
     python -m benchmarks.soak.soak [--calls 20000] [--minutes M] [--seed S] [--carried]
 
-Layers of two handles (A-B-A) with their derivatives, several steps in one program,
-programs of several sizes in random order with many in flight (program.py). A call is
-one exchange. A second thread runs programs with formats, the kinds of reduce, a shared
-expert, skip_a2a and calls in halves (`OPTIONS`). Unless --no-compiling, a third one
-compiles and runs a program without calls every second: on GPUs also products for which
-XLA times several kernels, and XLA's own collectives. --threads 1 launches all from one
-thread and compiles nothing. With --minutes alone it makes as many calls as fit. With
---carried the inputs of a launch come from the first device, and on several GPUs calls
-may hang beside the new programs: docs/sharp_bits.md says why.
-Writes benchmarks/results/soak-<device>x<n>-<date>.json; exits with 1 on any mismatch,
-and where memory was lost. A failure is run again with the same seed.
+A program has several steps of layers of two handles (A-B-A) with their derivatives.
+Programs of several sizes run in random order, with many in flight (program.py). A call
+is one exchange. A second thread runs programs with formats, the kinds of reduce, a
+shared expert, skip_a2a and calls in halves (`OPTIONS`). A third one compiles and runs a
+program without calls every second, unless --no-compiling is given: on GPUs also
+products for which XLA times several kernels, and XLA's own collectives. --threads 1
+launches all from one thread and compiles nothing meanwhile. With only --minutes it
+makes as many calls as fit. With --carried the inputs of a launch come from the first
+device, and on several GPUs calls may hang beside the new programs: docs/sharp_bits.md
+says why.
+Writes benchmarks/results/soak-<device>x<n>-<date>.json. Exits 1 on any mismatch, or if
+memory was lost. The same seed repeats a failure.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from benchmarks.soak.configs import OPTIONS, changed, configs, defaults
 from jax_ep._cli.bench.process import ep_mesh
 
 STEPS = 4
-# Sizes of a call; the second's program has XLA's collectives between the calls.
+# Tokens per rank of a call. In one program XLA's collectives run between the calls.
 SIZES = (1, 40, 300, 768)
 REDUCE_AT = 40
 OPTION_SIZES = (37,)
@@ -48,7 +49,7 @@ DELAYS = 120  # the longest delay, in small matrix products
 
 
 def option_handles(mesh, config, transport, names):
-    """Handles by name, with whether their calls are made in halves."""
+    """Opens handles by name, with whether their calls are made in halves."""
     return {
         name: (
             jax_ep.init(mesh, "ep", changed(config, name), transport=transport),
@@ -59,21 +60,21 @@ def option_handles(mesh, config, transport, names):
 
 
 def free_memory(devices):
-    """The least of all GPUs; on CPUs the process's own memory, below zero."""
+    """Returns the least free bytes of all GPUs; on CPUs minus the process's memory."""
     if devices[0].platform == "cpu":
         return -host_memory.resident()
     return min(host_memory.free_on_gpu(each.local_hardware_id) for each in devices)
 
 
 def memory(devices):
-    """Free on the devices; allocated and not freed on the host's heap."""
+    """Returns bytes free on the devices, and bytes in use on the host's heap."""
     return free_memory(devices), host_memory.in_use()
 
 
 def executables(parts, seed):
-    """`parts` with executables, which have run once, instead of programs."""
+    """Returns `parts` with executables, which have run once, in place of programs."""
     numbers = np.array([seed, 0, 0], np.uint32)
-    # All at once, because each takes XLA many seconds; traced one after the other.
+    # Traced one by one, but compiled all at once, since each takes XLA many seconds.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = [
             {
@@ -94,7 +95,7 @@ def executables(parts, seed):
 
 
 def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_get):
-    """Runs launches until there were enough calls or time is over.
+    """Runs launches until there were enough calls or time is up.
 
     `together` runs them and `fetch` reads their results, in one process or in several.
     """
@@ -148,7 +149,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
         **soak_run.merged(launchers, compiler),
         "threads": len(launchers),
         "compilations": compiler.count,
-        # Launches and compilations before the start of what follows.
+        # Launches and compilations before memory was first measured.
         "settled": [settled, compiled],
         "free_memory_start": start_memory[0],
         "free_memory_end": end_memory[0],
@@ -158,7 +159,7 @@ def soak(eps, options, mesh, args, together=soak_run.together, fetch=jax.device_
 
 
 def arguments():
-    """A parser of those of one process."""
+    """Makes a parser of the arguments of one process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, help="default: 20000, or all in --minutes")
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -195,13 +196,13 @@ def main(given=None):
 
 
 def settle(args):
-    """What follows from other arguments."""
+    """Sets what follows from other arguments."""
     if args.calls is None:
         args.calls = sys.maxsize if args.minutes else 20000
 
 
 def command(args):
-    """What runs the same again."""
+    """Returns the command that runs the same again."""
     words = [f"--calls {args.calls}"] if args.calls < sys.maxsize else []
     words += [f"--seed {args.seed}"]
     words += [f"--minutes {args.minutes:g}"] if args.minutes else []
@@ -223,7 +224,7 @@ def command(args):
 
 
 def soaked(mesh, args, **how):
-    """A record of one soak on that mesh; `how` goes to `soak`."""
+    """Runs one soak on a mesh and returns its record; `how` goes to `soak`."""
     node = getattr(args, "ranks_per_node", None)
     eps = [
         jax_ep.init(
@@ -264,15 +265,15 @@ def soaked(mesh, args, **how):
 
 
 def write(record, name, folder):
-    """Records and shows it; the exit status."""
+    """Writes and prints a record; returns the exit status."""
     recording.write(name, record, folder)
     print({k: v for k, v in record.items() if k not in ("kind", "commit")})
-    # NaN of a call that gave up is a mismatch too.
+    # The NaN of a call that gave up count as mismatches.
     return 1 if record["failures"] or record["error"] else 0
 
 
 def run(args):
-    """Soaks in this process and records; the exit status."""
+    """Soaks in this process and writes the record; returns the exit status."""
     record = soaked(ep_mesh(args.devices), args)
     return write(record, recording.of("soak", record), args.folder)
 

@@ -1,5 +1,5 @@
-// Compares what the calls of window_kernels.cu left on the GPUs with protocol/routing.h on the
-// host.
+// Compares what the calls of window_kernels.cu left on the GPUs with what protocol/routing.h
+// computes on the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@
 
 namespace jax_ep::window_kernels {
 
-// No index, count or offset looks like this, and no element of ElementAt.
+// A byte that no valid index, count or offset consists of, and no element of ElementAt.
 inline constexpr int kPoison = 0xEE;
 
 class Mismatches {
@@ -44,7 +44,7 @@ class Mismatches {
 
 struct Expected {
   std::vector<int32_t> slot_of, position, num_invalid;  // of this rank as a source
-  std::vector<int32_t> rows_to, slots_to;               // [E] and [R], of the same
+  std::vector<int32_t> rows_to, slots_to;               // [E] and [R], likewise
   std::vector<int32_t> row_offsets, group_sizes, expert_counts, expert_ids, src_info, num_dropped,
       row_of, row_slot, slot_counts;
   std::vector<float> row_weights;
@@ -80,7 +80,8 @@ inline void ExpectAtSource(const EpShape& shape, const std::vector<int32_t>& ids
   expected.num_invalid = {invalid.count};
 }
 
-// Row of the first copy of each (source, expert) of `rank`, not yet cut by N.
+// Fills in the tables of groups. Returns for each (source, expert) of `rank` the row of its first
+// copy, as if N dropped none.
 inline std::vector<int64_t> ExpectGroups(const EpShape& shape, int64_t rank,
                                          std::vector<Expected>& all) {
   Expected& expected = all[rank];
@@ -153,7 +154,7 @@ void CheckTable(const char* name, const T* table, const std::vector<T>& expected
                 Mismatches& wrong) {
   std::vector<T> got(expected.size());
   Download(table, got);
-  // Bitwise, floats as well.
+  // Bitwise, also for floats.
   const auto differs = [&](size_t i) { return std::memcmp(&got[i], &expected[i], sizeof(T)) != 0; };
   for (size_t i = 0; i < got.size(); ++i) {
     if (!differs(i)) continue;
@@ -162,8 +163,9 @@ void CheckTable(const char* name, const T* table, const std::vector<T>& expected
   }
 }
 
-// Rows of `bytes` that a dispatch or cached dispatch gives, each that of its token, which
-// token_of(source) has the first of; zeros in padding and where `clear_tail` says so.
+// Checks the rows, of `bytes` each, that a dispatch or cached dispatch returns. A row must equal
+// its token; token_of(source) points to the first token of a source. Padding must be zero, and
+// with `clear_tail` the tail, too.
 template <typename TokenOf>
 void CheckRows(const char* name, const uint8_t* table, int64_t bytes, TokenOf token_of,
                const EpShape& shape, const Expected& expected, bool clear_tail, const Rank& rank,
@@ -186,7 +188,7 @@ void CheckRows(const char* name, const uint8_t* table, int64_t bytes, TokenOf to
   }
 }
 
-// The whole of tiled scales; groups begin with a tile of their own.
+// Checks all tiled scales. Every group begins with a tile of its own.
 inline void CheckTiles(const World& world, const EpShape& shape, int64_t scale_bytes,
                        const Expected& expected, const Rank& rank, Mismatches& wrong) {
   const auto tiles = ScaleTiles::Of(shape.recv_rows, shape.local_experts, scale_bytes);
@@ -234,14 +236,14 @@ inline void CheckDispatched(const World& world, const EpShape& shape, const Expe
   });
 }
 
-// What combine adds up for a token.
+// One of the terms that combine adds up for a token.
 struct Term {
   int64_t rank;
   int64_t row;
   float weight;
 };
 
-// By rank, then by k; without dropped rows.
+// Ordered by rank, then by k; without dropped rows.
 inline std::vector<Term> TermsOf(const EpShape& shape, const std::vector<Expected>& all,
                                  const Rank& source, int64_t token, bool weighted) {
   std::vector<Term> terms;
@@ -258,11 +260,11 @@ inline std::vector<Term> TermsOf(const EpShape& shape, const std::vector<Expecte
   return terms;
 }
 
-// Columns that are added up together: where sums travel quantised, a block.
+// Columns that are added up together: one block of the format in which sums may travel.
 constexpr int64_t kRunColumns = CombineFormat::kBlock;
 
-// Of float32 products in k order a rank, as the wire has them, in order of ranks. From column
-// `first` on.
+// Sums of the columns from `first` on. A rank's float32 products are added in k order and rounded
+// to what travels; these partial sums are added in order of ranks.
 inline std::vector<BFloat16> SumsAt(const EpShape& shape, const std::vector<Term>& terms,
                                     int64_t first, bool quantized) {
   const int64_t count = std::min(kRunColumns, shape.hidden - first);
@@ -293,7 +295,7 @@ inline std::vector<BFloat16> SumsAt(const EpShape& shape, const std::vector<Term
 
 inline void CheckSums(const EpShape& shape, const std::vector<Expected>& all, bool weighted,
                       const Rank& rank, Mismatches& wrong) {
-  // The host is slow at this.
+  // Only some tokens: the host is slow at this.
   constexpr int64_t kSampled = 128;
   std::vector<BFloat16> output(shape.tokens * shape.hidden);
   Download(static_cast<const BFloat16*>(rank.combine.output), output);
@@ -316,7 +318,7 @@ inline void CheckSums(const EpShape& shape, const std::vector<Expected>& all, bo
 
 // ---- Calls that are checked ---------------------------------------------------------------------
 
-// The memsets go to another stream than the calls, one that does not wait for theirs.
+// The memset runs on the default stream, which does not order it with the calls' streams.
 template <typename T>
 void Poison(T* memory, int64_t count) {
   CHECK_CUDA(cudaMemset(memory, kPoison, static_cast<size_t>(count) * sizeof(T)));
@@ -333,12 +335,12 @@ inline int64_t ScaleTableBytes(const World& world, const EpShape& shape) {
   return bytes;
 }
 
-// All three calls with one routing.
+// Checks all three calls with one routing.
 inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismatches& wrong) {
   const EpShape shape = world.Shape(tokens);
   const std::vector<Expected> expected = Expect(world, shape, routing);
   const int64_t row_bytes = shape.recv_rows * shape.row_bytes();
-  // Both ways over the routings: without it the tail is the caller's to ignore.
+  // Alternates over the routings. Without it the tail is unspecified.
   const bool zero_tail = routing % 2 == 1;
 
   OnEachRank(world, [&](const Rank& rank) {
@@ -360,7 +362,7 @@ inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismat
     Poison(rank.dispatch.rows, row_bytes);
     Poison(rank.dispatch.row_weights, shape.recv_rows);
   });
-  // A route that is wrong would send the next calls astray.
+  // The next calls cannot be checked along a wrong route.
   if (wrong.count() != 0) return;
 
   Run(world, {.call = Call::kCachedDispatch, .tokens = tokens});

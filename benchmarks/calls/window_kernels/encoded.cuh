@@ -1,5 +1,5 @@
-// Tokens in a format as the host makes them, from the pieces that formats give, a block at a time.
-// Used by window_kernels.cu.
+// Encodes and decodes tokens on the host, block by block, with the functions of each format. Used
+// by window_kernels.cu.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace jax_ep::window_kernels {
 
-// Most elements lie below 2: scales of nvfp4 have all of their range.
+// With this the scales of nvfp4 use their whole range, since most elements lie below 2.
 inline constexpr float kInputScale = 1000.0f;
 
 struct Encoded {
@@ -20,7 +20,7 @@ struct Encoded {
   std::vector<uint8_t> scales;
 };
 
-// A block to codes, at the first of `payload`, and its scale.
+// Writes a block's codes from `payload` on, and its scale.
 template <typename Format>
 void EncodeBlock(const float* values, float input_scale, uint8_t* payload, uint8_t* scale) {
   using Code = typename Format::Code;
@@ -50,7 +50,7 @@ void DecodeBlock(const uint8_t* payload, const uint8_t* scale, float* values) {
   }
 }
 
-// Rows of whole blocks.
+// Rows must consist of whole blocks.
 template <typename Format>
 Encoded Encode(const std::vector<BFloat16>& tokens, float input_scale) {
   const int64_t blocks = std::ssize(tokens) / Format::kBlock;

@@ -1,5 +1,5 @@
-// What the ranks of window_kernels.cu are given: ids of several routings, weights, and elements
-// that host and GPU compute alike.
+// Inputs for the ranks of window_kernels.cu: ids of several routings, weights, and elements that
+// host and GPU compute alike.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,8 @@ namespace jax_ep::window_kernels {
 
 // ---- Elements -----------------------------------------------------------------------------------
 
-// One of a stream's elements: finite, most of them of few magnitudes, so that the order of a sum
-// shows, the others down to denormals.
+// Element `index` of a stream. All are finite. Most have one of a few magnitudes, so that the order
+// of a sum shows; the others go down to denormals.
 JAX_EP_HOST_DEVICE BFloat16 ElementAt(uint32_t stream, uint64_t index) {
   uint64_t mixed = (index + 1) * 0x9E3779B97F4A7C15u ^ uint64_t { stream } << 40;
   mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u;
@@ -41,9 +41,9 @@ inline uint32_t ExpertStream(int64_t rank) { return static_cast<uint32_t>(2 * ra
 
 // ---- Routings -----------------------------------------------------------------------------------
 
-// Draws are distinct experts for every token; timed calls take turns with them.
+// Draws have distinct experts for every token; timed calls take them in turn.
 inline constexpr int kDraws = 4;
-// -1, invalid ids, the same id twice; some ranks have tokens without any expert.
+// Has -1, invalid ids and the same id twice; some ranks have tokens without any expert.
 inline constexpr int kRagged = kDraws;
 // Every entry goes to one expert: rows are dropped, and a rank receives everything.
 inline constexpr int kCrowded = kDraws + 1;
@@ -53,17 +53,17 @@ inline constexpr int kRoutings = kDraws + 3;
 
 class IdSource {
  public:
-  // The same for all ranks, which share the experts' popularity.
+  // One source draws for all ranks, which share the experts' popularity.
   IdSource(int64_t experts, int64_t top_k, double zipf, uint64_t seed)
       : experts_(experts), top_k_(top_k), random_(seed) {
     std::vector<double> popularity(experts);
     for (int64_t i = 0; i < experts; ++i) popularity[i] = std::pow(i + 1.0, -zipf);
-    // Or the first rank would have all the popular ones.
+    // Otherwise the first rank would have all the popular ones.
     std::shuffle(popularity.begin(), popularity.end(), random_);
     expert_ = std::discrete_distribution<int32_t>(popularity.begin(), popularity.end());
   }
 
-  // [tokens, K] of one rank.
+  // Returns the ids [tokens, K] of one rank.
   std::vector<int32_t> Draw(int routing, int64_t rank, int64_t tokens) {
     std::vector<int32_t> ids(tokens * top_k_, routing == kCrowded ? 0 : -1);
     if (routing >= kCrowded) return ids;

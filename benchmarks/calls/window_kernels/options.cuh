@@ -1,4 +1,4 @@
-// What window_kernels.cu is asked to do, and with which status it ends.
+// The options of window_kernels.cu, and the statuses with which it ends.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline constexpr int kWrongResult = 1;
 inline constexpr int kWaitFailed = 2;
 inline constexpr int kCannotRun = 3;
 
-// At once: other GPUs may still be waiting for what will not come.
+// Ends at once: other GPUs may still be waiting for what will never come.
 [[noreturn]] inline void End(int status, const std::string& message) {
   std::fflush(stdout);
   std::fprintf(stderr, "window_kernels: %s\n", message.c_str());

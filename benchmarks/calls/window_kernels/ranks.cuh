@@ -1,4 +1,4 @@
-// The ranks of window_kernels.cu: a GPU each with its window, inputs and outputs, and calls on all
+// The ranks of window_kernels.cu, each a GPU with its window, inputs and outputs, and calls on all
 // of them.
 #pragma once
 
@@ -30,21 +30,21 @@ inline void Check(cudaError_t error, const char* call) {
 struct Rank {
   cudaStream_t stream = nullptr;
   WindowGroup group{};
-  // What the calls read and write; shape, ids and choices come with each call.
+  // What the calls read and write. Enqueue adds shape, ids and options of each call.
   WindowDispatchStep dispatch{};
   WindowCachedDispatchStep cached_dispatch{};
   WindowCombineStep combine{};
   const int32_t* ids[kRoutings] = {};
-  // The host's copies of what the GPU is given.
+  // Copies on the host of what the GPU is given.
   std::vector<int32_t> host_ids[kRoutings];
   std::vector<float> host_weights;
   std::vector<BFloat16> host_tokens;
-  Encoded encoded;                // of tokens in the format of dispatch
-  std::vector<BFloat16> decoded;  // the tokens that a quantised cached dispatch gives
+  Encoded encoded;                // the tokens in the format of dispatch
+  std::vector<BFloat16> decoded;  // the tokens as a quantised cached dispatch returns them
   bool quantized = false;
   bool checked = true;
   std::string format;
-  PendingCall* pending = nullptr;  // where calls are in halves
+  PendingCall* pending = nullptr;  // not null if calls run in halves
 };
 
 struct World {
@@ -71,7 +71,7 @@ struct World {
 
 // ---- Memory -------------------------------------------------------------------------------------
 
-// Elements on the current device, never freed.
+// Allocates elements on the current device; they are never freed.
 template <typename T>
 T* Allocate(int64_t count) {
   T* memory = nullptr;
@@ -110,7 +110,7 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   VisitFormat(rank.format, [&]<typename Format>(Format) {
     if constexpr (QuantizedFormat<Format>) {
       if (rank.checked) rank.encoded = Encode<Format>(rank.host_tokens, kInputScale);
-      // Tiles, if any, have room for a tile more a group.
+      // Room for tiles, if there are any, with one more per group.
       const int64_t scaled = RoundUp(rows + kTileRows * shape.local_experts, kTileRows);
       first.scales = Allocate<uint8_t>(scaled * Format::ScaleBytes(shape.hidden));
     }
@@ -185,7 +185,7 @@ inline void GiveWindows(const EpShape& shape, const Options& options, std::vecto
   for (int device = 0; device < shape.ranks; ++device) {
     CHECK_CUDA(cudaSetDevice(device));
     group.windows[device] = Allocate<uint8_t>(group.layout.bytes);
-    // All zero is a valid start before kFirstEpoch.
+    // A window of zeros is a valid start before kFirstEpoch.
     CHECK_CUDA(cudaMemset(group.windows[device], 0, static_cast<size_t>(group.layout.bytes)));
     CHECK_CUDA(cudaDeviceSynchronize());
   }
@@ -219,7 +219,7 @@ inline World Open(const Options& options) {
     for (int peer = 0; peer < count; ++peer) {
       if (peer != device) CHECK_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
     }
-    // A lazy load would wait for kernels that wait for this device's.
+    // Loading a kernel later would wait for running kernels, which wait for this device's.
     CHECK_CUDA(cuda::PreloadWindowDispatch());
     CHECK_CUDA(cuda::PreloadWindowCachedDispatch());
     CHECK_CUDA(cuda::PreloadWindowCombine());
@@ -253,7 +253,7 @@ inline World Open(const Options& options) {
     if (options.halves) rank.pending = Allocate<PendingCall>(1);
     rank.dispatch.scale_layout = options.tiled ? ScaleLayout::kTiled128x4 : ScaleLayout::kRows;
   }
-  // The host takes a while to encode.
+  // In parallel, since the host takes a while to encode.
   std::vector<std::jthread> threads;
   for (int device = 0; device < count; ++device) {
     threads.emplace_back([device, &shape, &rank = world.ranks[device]] {
@@ -275,7 +275,7 @@ struct Request {
   bool weighted = true;    // of a combine
 };
 
-// On the current device, which must be the rank's.
+// Enqueues a call on the current device, which must be the rank's.
 inline void Enqueue(const EpShape& shape, const Request& request, const Rank& rank) {
   if (request.call == Call::kDispatch) {
     WindowDispatchStep step = rank.dispatch;
@@ -318,7 +318,7 @@ inline void Enqueue(const EpShape& shape, const Request& request, const Rank& ra
   }
 }
 
-// Ends the program where a wait in a kernel has failed.
+// Waits for all ranks. Ends the program if a wait in a kernel has failed.
 inline void Wait(const World& world) {
   for (const Rank& rank : world.ranks) {
     CHECK_CUDA(cudaSetDevice(static_cast<int>(rank.group.rank)));
@@ -349,7 +349,7 @@ inline void Run(const World& world, const Request& request) {
   Wait(world);
 }
 
-// work(rank) on a thread each, with the rank's device current.
+// Runs work(rank) on a thread for each rank, with the rank's device current.
 template <typename Work>
 void OnEachRank(const World& world, Work work) {
   std::vector<std::jthread> threads;

@@ -1,4 +1,4 @@
-// The yardstick: one matmul of equally many rows for each group.
+// The yardstick: one cuBLAS matmul with equally many rows for each group.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ class Batched : public Way {
   std::string Order(int) override { return ""; }
   int orders() const override { return 1; }
 
-  // To cuBLAS, whose matrices have columns side by side, everything is transposed.
+  // cuBLAS's matrices are column-major, so to it everything is transposed.
   void Run(cudaStream_t stream) override {
     const float one = 1;
     const float zero = 0;

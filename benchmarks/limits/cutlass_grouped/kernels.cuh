@@ -1,5 +1,5 @@
 // CUTLASS's grouped matmuls for Hopper, as its builders make them: which of them are timed, and how
-// one is called if the sizes of groups are on the device alone.
+// to call them if only the device has the sizes of groups.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,7 +31,7 @@ class Way {
  public:
   virtual ~Way() = default;
   virtual void Run(cudaStream_t stream) = 0;
-  // Takes one of the `orders` in which tiles can follow each other, and says which that is.
+  // Selects one of `orders()` orders of tiles, and returns its name.
   virtual std::string Order(int choice) = 0;
   virtual int orders() const = 0;
 
@@ -43,7 +43,7 @@ class Way {
 using Shapes = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;
 using Shape = Shapes::UnderlyingProblemShape;
 
-// What a kernel reads of each group, on the device.
+// What a kernel reads for each group, on the device.
 template <typename Gemm>
 struct Tables {
   using Kernel = typename Gemm::GemmKernel;
@@ -64,7 +64,7 @@ struct Tables {
   const float** scales_b;
 };
 
-// The strides of any group, and where the first one begins.
+// The strides, which are the same for all groups, and where the first group begins.
 template <typename Gemm>
 struct Starts {
   using Kernel = typename Gemm::GemmKernel;
@@ -81,8 +81,8 @@ struct Starts {
 
 constexpr int kMaxGroups = 256;
 
-// One block of kMaxGroups threads: the sizes of groups, which only the device knows, become shapes
-// and pointers. A group may begin at any row.
+// Turns the sizes of groups, which only the device knows, into shapes and pointers. Runs as one
+// block of kMaxGroups threads. A group may begin at any row.
 template <typename Gemm>
 __global__ void FillTables(Tables<Gemm> tables, Starts<Gemm> starts, const int32_t* sizes,
                            int groups, int n, int k) {
@@ -129,20 +129,20 @@ struct Pingpong {
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
-// Scales of rows and of weights as jax_ep has them, all of a row side by side: [rows, k / 128] and
+// Scales of rows and weights, with those of a row side by side as in jax_ep: [rows, k / 128] and
 // [groups, n / 128, k / 128].
 using ScalesOf =
     cutlass::detail::Sm90BlockwiseScaleConfig<1, kScaled, kScaled, cute::GMMA::Major::K,
                                               cute::GMMA::Major::K>;
 
-// Of one type of elements and one order of weights.
+// The kernel for one type of elements and one layout of weights.
 template <typename Element, bool kFp8, typename LayoutB, typename Tile, typename Cluster,
           typename Schedule>
 struct Built {
   using RowMajor = cutlass::layout::RowMajor;
   static constexpr int kAligned = 16 / sizeof(Element);
 
-  // C is void: nothing is added to the products, and shared memory has more stages.
+  // C is void: nothing is added to the products, which leaves shared memory for more stages.
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor*, 8,
@@ -173,7 +173,7 @@ template <typename Gemm, bool kFp8>
 class Grouped : public Way {
  public:
   using Kernel = typename Gemm::GemmKernel;
-  static_assert(Kernel::SharedStorageSize <= 227 * 1024);  // of a block on Hopper
+  static_assert(Kernel::SharedStorageSize <= 227 * 1024);  // what a block may have on Hopper
 
   explicit Grouped(std::string_view named, const Problem& problem) : problem_(problem) {
     name = named;
@@ -186,7 +186,7 @@ class Grouped : public Way {
     Allocate(tables_.stride_a, groups);
     Allocate(tables_.stride_b, groups);
     Allocate(tables_.stride_d, groups);
-    // Only the strides' first entries count, which do not depend on the number of rows.
+    // Only the first entry of a stride matters, and it does not depend on the number of rows.
     const int rows = 1;
     starts_.stride_a = cutlass::make_cute_packed_stride(typename Kernel::InternalStrideA{},
                                                         cute::make_shape(rows, problem.k, 1));
@@ -217,8 +217,8 @@ class Grouped : public Way {
     cudaFree(workspace_);
   }
 
-  // Along which side tiles follow each other. CUTLASS takes one line of them at a time if only the
-  // device knows the shapes, whatever `max_swizzle_size` says.
+  // Sets the side along which tiles follow each other. If only the device knows the shapes, CUTLASS
+  // takes one line of tiles at a time, whatever `max_swizzle_size` says.
   std::string Order(int choice) override {
     using Raster = cutlass::gemm::kernel::detail::RasterOrderOptions;
     const bool along_rows = choice == 0;
@@ -271,7 +271,7 @@ class Grouped : public Way {
   Problem problem_;
   Tables<Gemm> tables_{};
   Starts<Gemm> starts_{};
-  // The kernel works these out from the shapes.
+  // The kernel computes these from the shapes.
   decltype(ScalesOf::deduce_layoutSFA())* layout_a_ = nullptr;
   decltype(ScalesOf::deduce_layoutSFB())* layout_b_ = nullptr;
   cutlass::KernelHardwareInfo hardware_;
@@ -282,8 +282,8 @@ class Grouped : public Way {
 
 using Ways = std::vector<std::unique_ptr<Way>>;
 
-// In bfloat16, with weights as they lie: columns side by side, or for gradients of rows those that
-// are multiplied.
+// Adds the bfloat16 kernels. Weights stay as they lie in memory: contiguous along n, or along k for
+// gradients of rows.
 template <typename LayoutB>
 void AddBfloat16(Ways& ways, const Problem& problem) {
   const auto add = [&]<typename Tile, typename Cluster, typename Schedule>(
@@ -298,7 +298,7 @@ void AddBfloat16(Ways& ways, const Problem& problem) {
   add("pingpong 64x256x64, 1x2", Shape<_64, _256, _64>{}, Shape<_1, _2, _1>{}, Pingpong{});
 }
 
-// In e4m3 with scales: weights must have the columns that are multiplied side by side.
+// Adds the kernels for e4m3 with scales. Weights must be contiguous along k.
 inline void AddFp8(Ways& ways, const Problem& problem) {
   const auto add = [&]<typename Tile, typename Cluster, typename Schedule>(
                        std::string_view name, Tile, Cluster, Schedule) {

@@ -1,5 +1,4 @@
-// What is multiplied: random normal operands, and a plain kernel that tells whether samples of a
-// result are right.
+// The operands of a product, and a plain kernel that computes samples of its result.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,18 +11,18 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kScaled = 128;  // elements along k, and of weights also along n, that share a scale
+constexpr int kScaled = 128;  // elements that share a scale, along k and for weights also along n
 
-// d[row] = a[row] @ b[the row's group]; b is [groups, k, n], or [groups, n, k] if `transposed`. Of
-// codes it always is [groups, n, k].
+// d[row] = a[row] @ b[the row's group]. b is [groups, k, n], or [groups, n, k] if `transposed`.
+// `codes_b` is always [groups, n, k].
 struct Problem {
   int groups;
   int rows;
   int n;
   int k;
   bool transposed;
-  const int32_t* sizes;  // of the groups; on the device, as everything below
-  const int32_t* ends;   // of groups' rows
+  const int32_t* sizes;  // of the groups; on the device, like everything below
+  const int32_t* ends;   // where the rows of each group end
   const int32_t* equal_ends;
   const __nv_bfloat16* a;
   const __nv_bfloat16* b;
@@ -45,7 +44,7 @@ struct Sample {
   double found;
 };
 
-// One warp for each sample.
+// Computes each sample on one warp.
 static __global__ void CheckSamples(Problem problem, const int32_t* ends, bool codes,
                                     Sample* samples, int count) {
   const int index = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / warpSize);
@@ -83,7 +82,7 @@ static __global__ void CheckSamples(Problem problem, const int32_t* ends, bool c
   sample.found = __bfloat162float(problem.d[row * n + sample.column]);
 }
 
-// Results begin as NaN: what is still one was not written.
+// Counts NaN. Results are filled with NaN first, so what still is one was not written.
 static __global__ void CountNan(const __nv_bfloat16* from, uint64_t count,
                                 unsigned long long* found) {
   const uint64_t step = uint64_t{gridDim.x} * blockDim.x;

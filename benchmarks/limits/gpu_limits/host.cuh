@@ -1,4 +1,4 @@
-// The host side of gpu_limits.cu: its GPUs with their memory, launches on all of them.
+// The host side of gpu_limits.cu: its GPUs with their memory, and launches on all of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,8 +39,8 @@ const void* Entry(void (*kernel)(Params...)) {
   return reinterpret_cast<const void*>(kernel);
 }
 
-// Loads every kernel on the current device: a lazy load would wait for kernels that wait for this
-// device's.
+// Loads every kernel on the current device. Loading one later would wait for running kernels, which
+// wait for this device's.
 inline void LoadKernels(const Gpu& gpu, std::span<const void* const> kernels) {
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
@@ -111,7 +111,8 @@ inline void CheckWaits(const Gpu& gpu) {
        ", epoch " + std::to_string(seen.epoch));
 }
 
-// Enqueues on all GPUs, each after its own event, and waits. Milliseconds of the slowest.
+// Enqueues work on all GPUs, each between two events of its own, and waits for it. Returns
+// milliseconds of the slowest GPU.
 template <typename Enqueue>
 double RunOnce(Gpus gpus, Enqueue enqueue) {
   for (Gpu& gpu : gpus) {
@@ -147,7 +148,7 @@ void Start(void (*kernel)(Params...), const Gpu& gpu, uint32_t blocks, uint32_t 
       Launch(kernel, dim3(blocks), static_cast<int>(threads), shared, gpu.stream, params...));
 }
 
-// For kernels whose blocks wait for each other.
+// Like Start, for kernels whose blocks wait for each other: all of them must be resident.
 template <typename... Params>
 void StartResident(void (*kernel)(Params...), const Gpu& gpu, uint32_t blocks, uint32_t threads,
                    size_t shared, std::type_identity_t<Params>... params) {

@@ -11,7 +11,7 @@
 
 namespace jax_ep::cuda {
 
-// Rounds of a latency kernel, numbered by consecutive epochs; the first quarter is not timed.
+// The rounds of a latency kernel, numbered by consecutive epochs. The first quarter is not timed.
 struct Rounds {
   uint64_t first;
   uint32_t count;
@@ -23,8 +23,8 @@ __device__ inline FlagCell* SignalAt(const Group& group, uint32_t at, uint32_t f
   return &group.areas[at]->signals[from].cell;
 }
 
-// One lane of each of two GPUs. With kFenced each side publishes and observes, else it only stores
-// and polls.
+// Runs on one lane of each of two GPUs. With kFenced each side publishes and observes, otherwise it
+// only stores and polls.
 template <bool kFenced>
 __global__ void PingPongKernel(const __grid_constant__ Group group, uint32_t peer, Rounds rounds) {
   if (threadIdx.x != 0) return;
@@ -64,7 +64,7 @@ __device__ inline bool WaitForFlag(const Group& group, Wait wait, uint32_t from,
   });
 }
 
-// One warp a GPU, a lane a peer: every GPU signals every other and waits for all.
+// Every GPU signals every other and waits for all, with one warp per GPU and one lane per peer.
 __global__ void BarrierKernel(const __grid_constant__ Group group, Rounds rounds) {
   const DeviceSignalMemory memory;
   const uint32_t peer = threadIdx.x;
@@ -84,8 +84,8 @@ __global__ void BarrierKernel(const __grid_constant__ Group group, Rounds rounds
   if (peer == 0) group.area().results.total_ns = memory.NowNs() - start;
 }
 
-// One warp a GPU publishes one row to every peer and waits for theirs, with a lane a peer or with
-// one lane for all; with kLoad the rows are then loaded. Two regions in turn need no credit: a
+// One warp per GPU publishes one row to every peer and waits for theirs, with one lane per peer or
+// one lane for all; with kLoad it then loads the rows. Two regions used in turn need no credit: a
 // peer's flag of the next round says that it is done with the last one.
 template <bool kLanePerPeer, bool kLoad>
 __global__ void PublishKernel(const __grid_constant__ Group group, Rounds rounds, uint32_t bytes) {
@@ -103,7 +103,7 @@ __global__ void PublishKernel(const __grid_constant__ Group group, Rounds rounds
   FenceProxyAsyncShared();
   __syncwarp();
 
-  // Calls to(peer) for the peers of this lane.
+  // Calls to(peer) for each of this lane's peers.
   const auto for_peers = [&](auto to) {
     if constexpr (kLanePerPeer) {
       if (active) to(lane);
@@ -168,7 +168,7 @@ __device__ inline DataCell CellOf(uint32_t epoch, uint32_t source, uint32_t row,
 }
 
 // A block exchanges a part of one row with one peer in cells that carry their epoch, and checks
-// that no cell is ever torn. Two buffers in turn, as in PublishKernel.
+// that no cell is ever torn. Two buffers are used in turn, as in PublishKernel.
 __global__ void __launch_bounds__(1024)
     CellsKernel(const __grid_constant__ Group group, Rounds rounds, uint32_t rows, uint32_t parts) {
   const DeviceSignalMemory memory;
@@ -227,7 +227,7 @@ inline void AddLatencyKernels(std::vector<const void*>& kernels) {
   for (const PublishVariant& variant : kPublishVariants) kernels.push_back(Entry(variant.kernel));
 }
 
-// Epochs for the next `count` rounds; a signal never sees an older one again.
+// Returns the first of `count` new epochs; a signal never sees an older one again.
 inline uint64_t NextEpochs(uint32_t count) {
   static uint64_t next = kFirstEpoch;
   const uint64_t first = next;
@@ -235,8 +235,8 @@ inline uint64_t NextEpochs(uint32_t count) {
   return first;
 }
 
-// Runs `enqueue(gpu, rounds)` several times with fresh epochs; the run whose slowest GPU is the
-// median, with that GPU's results a round.
+// Microseconds of one round. MeasureLatency runs `enqueue(gpu, rounds)` several times with fresh
+// epochs. It takes the slowest GPU of each run, and returns the run in which this was the median.
 struct Latency {
   double us = 0;
   double section_us[4] = {};

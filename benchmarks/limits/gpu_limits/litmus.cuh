@@ -15,8 +15,8 @@ namespace jax_ep::cuda {
 enum class Omit : uint8_t {
   kNothing,
   kWaitGroup,       // the flag is posted before the copies are waited for
-  kFullWait,        // ... when they have only read their source
-  kReleaseFence,    // before flags and before credits
+  kFullWait,        // the flag is posted when the copies have only read their source
+  kReleaseFence,    // the fence before flags and before credits
   kReadFence,       // the proxy fence before the bulk loads of what a flag has announced
   kOverwriteFence,  // the proxy fence before the bulk stores that a credit has allowed
   kAcquire,         // flags and credits are only peeked at
@@ -36,18 +36,18 @@ struct LitmusMemory : DeviceSignalMemory {
 
 constexpr uint32_t kLitmusThreads = 128;
 constexpr uint32_t kPollThread = 0;
-constexpr uint32_t kIssueThread = 32;  // in another warp, so that only the barrier joins the two
+constexpr uint32_t kIssueThread = 32;  // in another warp, so that only the barrier orders the two
 constexpr uint32_t kMaxMessageRows = 4;
 constexpr uint32_t kLitmusReaders = 2;
 constexpr uint32_t kRowUnits = kRowBytes / 16;
-constexpr uint32_t kLoadRows = 2048;  // scratch rows a source, behind the litmus regions
+constexpr uint32_t kLoadRows = 2048;  // scratch rows per source, behind the litmus regions
 constexpr uint64_t kLitmusBytes = uint64_t{kMaxGpus} * kMaxChannels * kMaxMessageRows * kRowBytes;
 
 struct LitmusStep {
   uint64_t first;  // consecutive over all launches, from kFirstEpoch
   uint32_t rounds;
-  uint32_t channels;  // between two GPUs, each way
-  uint32_t left;      // what SignalArea::left holds when all but the loading blocks have ended
+  uint32_t channels;  // from each GPU to each other one
+  uint32_t left;      // the value of SignalArea::left once all but the loading blocks have ended
 };
 
 __device__ inline uint32_t MessageRows(uint64_t epoch) {
@@ -67,7 +67,7 @@ __device__ inline uint8_t* LitmusRegion(const Group& group, uint32_t destination
          uint64_t{source * kMaxChannels + channel} * kMaxMessageRows * kRowBytes;
 }
 
-// Thread kPollThread waits; all threads get its answer, behind a barrier.
+// Thread kPollThread waits; all threads get its answer after a barrier.
 template <typename Observe>
 __device__ bool BlockWait(const Group& group, Wait wait, uint32_t awaited, uint64_t epoch,
                           Observe observe) {
@@ -111,7 +111,7 @@ __device__ void LitmusSend(const Group& group, const LitmusStep& step, uint32_t 
       }
       PublishFlag(memory, flag,
                   FlagCell{epoch, 0, static_cast<uint16_t>(rows), static_cast<uint16_t>(channel)});
-      BulkWait<0>();  // For the mutants: nothing else of theirs is wrong.
+      BulkWait<0>();  // For mutants without the wait above, so that nothing else is wrong in them.
     }
     __syncthreads();
   }
@@ -164,7 +164,7 @@ __device__ void LitmusRead(const Group& group, const LitmusStep& step, uint32_t 
     }
     if (!__syncthreads_and(good)) return;
     wrong_units += wrong;
-    // The credit waits for this barrier, which comes after every thread's look at the stage.
+    // The credit follows this barrier, which every thread reaches after it has read the stage.
     const bool bad = __syncthreads_or(wrong != 0);
     if (threadIdx.x == kPollThread) {
       bad_rounds += bad;
@@ -205,8 +205,8 @@ __device__ inline void LitmusLoad(const Group& group, const LitmusStep& step, ui
   BulkWait<0>();
 }
 
-// Blocks: a sender for each peer and channel, then the readers, then the loading blocks. A GPU
-// alone is its own peer.
+// The blocks are: a sender for each peer and channel, then the readers, then the loading blocks. A
+// single GPU is its own peer.
 template <Omit kOmit>
 __global__ void __launch_bounds__(kLitmusThreads)
     LitmusKernel(const __grid_constant__ Group group, const __grid_constant__ LitmusStep step) {
@@ -254,7 +254,7 @@ inline void AddLitmusKernels(std::vector<const void*>& kernels) {
   for (const LitmusVariant& mutant : kMutants) kernels.push_back(Entry(mutant.kernel));
 }
 
-// Launches of about a quarter of a second, every other one with more load on the links.
+// Makes launches of about a quarter of a second, every other one with more load on the links.
 inline JsonObject RunLitmus(Gpus gpus, LitmusFunction kernel, double seconds) {
   static uint64_t next = kFirstEpoch;
   static uint32_t left = 0;

@@ -1,4 +1,4 @@
-// What programs that measure GPUs print: one JSON object, also if they fail.
+// The report of programs that measure GPUs: they print one JSON object, even if they fail.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,7 +46,7 @@ inline JsonObject& Report() {
   return report;
 }
 
-// Ends the program with what has been measured so far. At once: GPUs may still be waiting.
+// Prints what has been measured so far and ends the program at once: GPUs may still be waiting.
 [[noreturn]] inline void Fail(const std::string& message) {
   Report().Add("error", message);
   std::puts(Report().Text().c_str());

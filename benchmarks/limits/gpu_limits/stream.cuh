@@ -1,5 +1,5 @@
 // The group of GPUs that gpu_limits.cu measures, its bounded waits, and the kernels that move rows:
-// through shared memory by bulk copies, or through registers 16 bytes a lane.
+// through shared memory by bulk copies, or through registers, 16 bytes per lane.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr uint64_t kWaitLimitNs = 2'000'000'000;
 constexpr uint32_t kMaxChannels = 8;
 constexpr uint32_t kMaxStreamWarps = 4;
 
-// The waits by name; goes into WaitReport::tag.
+// Names the waits, in WaitReport::tag.
 enum class Wait : uint16_t {
   kNone,
   kBulkLoad,
@@ -31,7 +31,7 @@ enum class Wait : uint16_t {
   kLitmusRow,
 };
 
-// 12 bytes of payload that need no flag: the epoch comes in the same access.
+// 12 bytes of payload that need no flag, since the epoch arrives in the same access.
 struct alignas(16) DataCell {
   uint32_t payload[3];
   uint32_t epoch;
@@ -39,25 +39,25 @@ struct alignas(16) DataCell {
 constexpr uint32_t kCellsPerRow = (kRowBytes + 11) / 12;
 constexpr uint32_t kMaxCellRows = 4;
 
-// Signals on lines of their own.
+// Gives a signal a line of its own.
 template <typename Cell>
 struct alignas(128) Line {
   Cell cell;
 };
 
-// What a test leaves for the host.
+// What a test reports to the host.
 struct Results {
   uint64_t total_ns;
   uint64_t total_clocks;
   uint64_t section_clocks[4];
   unsigned long long wrong_cells;
-  unsigned long long rounds;       // litmus: rounds read, by each reader
+  unsigned long long rounds;       // litmus: rounds read, counted by each reader
   unsigned long long rows;         // litmus: rows read
-  unsigned long long bad_rounds;   // litmus: with a unit that is not this round's
+  unsigned long long bad_rounds;   // litmus: rounds with a unit that is not this round's
   unsigned long long wrong_units;  // litmus: 16-byte units that are not this round's
 };
 
-// All that a GPU's peers write besides rows, and its own counters.
+// What a GPU's peers write besides rows, and the GPU's own counters.
 struct SignalArea {
   Line<WaitReport> poison;
   Line<FlagCell> signals[kMaxGpus];                // latency tests, by source
@@ -79,7 +79,7 @@ struct Group {
   __device__ SignalArea& area() const { return *areas[rank]; }
 };
 
-// Tells all ranks and the host which wait failed. Out of line: it is cold.
+// Tells all ranks and the host which wait failed. Out of line because it is cold.
 __device__ __noinline__ void GiveUp(const Group& group, Wait wait, uint32_t awaited, uint64_t epoch,
                                     WaitStatus status) {
   const DeviceSignalMemory memory;
@@ -94,7 +94,7 @@ __device__ __noinline__ void GiveUp(const Group& group, Wait wait, uint32_t awai
   memory.Post(group.host_report, report);
 }
 
-// Waits for `observe` for at most kWaitLimitNs.
+// Waits for `observe`, at most kWaitLimitNs.
 template <typename Observe>
 __device__ bool WaitFor(const Group& group, Wait wait, uint32_t awaited, uint64_t epoch,
                         Observe observe) {
@@ -120,7 +120,7 @@ __device__ inline uint32_t Mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// The 16 bytes at index `unit` of a row stamped with `stamp`.
+// Returns the 16 bytes at index `unit` of a row stamped with `stamp`.
 __device__ inline uint4 UnitOf(uint32_t stamp, uint32_t unit) {
   return make_uint4(stamp, stamp ^ (unit * 0x9E3779B1u), stamp + unit * 0x85EBCA6Bu,
                     ~stamp ^ (unit * 0xC2B2AE35u));
@@ -141,8 +141,8 @@ __global__ void EmptyKernel() {}
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
-// `items` rows are read from `source` and written in turn to the destinations. Numbers of rows are
-// powers of two and wrap.
+// Reads `items` rows from `source` and writes them to the destinations in turn. Both numbers of
+// rows are powers of two, and indices wrap.
 struct StreamStep {
   const uint8_t* source;
   uint8_t* destinations[kMaxGpus];
@@ -154,7 +154,7 @@ struct StreamStep {
   bool scatter;  // destination rows in random order, each once
 };
 
-// A permutation of [0, rows), for a power of two.
+// A permutation of [0, rows), where `rows` is a power of two.
 __device__ inline uint32_t Scramble(uint32_t index, uint32_t rows) {
   const uint32_t mask = rows - 1;
   const int half = (__popc(mask) + 1) / 2;
@@ -194,12 +194,12 @@ struct ItemWalk {
   }
 };
 
-// One lane of each warp keeps kStages rows in flight: loads them (or stores what the stages hold
-// from the beginning), and stores each kStores times.
+// One lane of each warp keeps kStages rows in flight. It loads each row, or takes what the stages
+// hold from the beginning, and stores it kStores times.
 template <uint32_t kStages, bool kLoad, uint32_t kStores>
 __device__ void StreamRows(const Group& group, const StreamStep& step, uint32_t block,
                            uint32_t blocks) {
-  // Groups of stores that may still be reading while the next item is waited for.
+  // Groups of stores that may still be reading while this waits for the next item.
   constexpr uint32_t kLag = kStores == 0 ? 0 : kLoad ? kStages / 2 : kStages - 1;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ alignas(8) uint64_t barriers[kMaxStreamWarps][kStages];
@@ -243,7 +243,7 @@ __device__ void StreamRows(const Group& group, const StreamStep& step, uint32_t 
       BulkWaitRead<kLag>();
     }
     if constexpr (kLoad) {
-      // The stage of item - kLag has been read.
+      // The stores of item - kLag have read its stage.
       if (item + 1 > kLag && item - kLag + kStages < walk.count) {
         load(item - kLag + kStages, (stage + kStages - kLag) % kStages);
       }
@@ -263,7 +263,7 @@ __global__ void StreamKernel(const __grid_constant__ Group group,
   StreamRows<kStages, kLoad, kStores>(group, step, blockIdx.x, gridDim.x);
 }
 
-// The first blocks send rows to the peers while the others place rows.
+// The first `senders` blocks send rows to the peers while the others place rows.
 template <uint32_t kStages>
 __global__ void SendAndPlaceKernel(const __grid_constant__ Group group,
                                    const __grid_constant__ StreamStep send,
@@ -275,7 +275,7 @@ __global__ void SendAndPlaceKernel(const __grid_constant__ Group group,
   }
 }
 
-// A warp a row, through registers.
+// Copies rows through registers, one warp per row.
 __global__ void __launch_bounds__(1024) VectorKernel(const __grid_constant__ StreamStep step) {
   constexpr uint32_t kUnroll = 4;
   const uint32_t warps = blockDim.x / kWarpSize;

@@ -1,4 +1,4 @@
-// Sizes of grouped matmuls, and rows for them.
+// Sizes of grouped matmuls, and of their groups.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_ep::cuda {
 
-// Sizes on one rank, as CASES of benchmarks/layers/grouped.py.
+// Sizes on one rank, the same as CASES of benchmarks/layers/grouped.py.
 struct Case {
   const char* name;
   int hidden;
@@ -24,7 +24,7 @@ constexpr Case kCases[] = {
     {"decode", 7168, 2048, 64, 1024},
 };
 
-// As many rows as chance gives: each has an expert of its own.
+// Draws the sizes of groups: every row gets a random expert.
 inline std::vector<int32_t> DrawnSizes(const Case& each, std::mt19937_64& random) {
   std::vector<int32_t> sizes(static_cast<size_t>(each.groups));
   std::uniform_int_distribution<size_t> group(0, sizes.size() - 1);
@@ -38,7 +38,7 @@ inline std::vector<int32_t> EndsOf(const std::vector<int32_t>& sizes) {
   return ends;
 }
 
-// The words between commas.
+// Splits a text at its commas.
 inline std::vector<std::string> Split(const std::string& text) {
   std::vector<std::string> words(1);
   for (const char each : text) {

@@ -1,4 +1,4 @@
-// cuBLAS as the yardstick, loaded where it runs, so that programs are built without it.
+// cuBLAS as the yardstick. It is loaded at run time, so that programs are built without it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 namespace jax_ep::cuda {
 
-// As cublas_api.h has it, in every version that knows Hopper.
+// Constants and functions as in cublas_api.h, in every version that knows Hopper.
 struct Cublas {
   static constexpr int kSuccess = 0;
   static constexpr int kNone = 0;
@@ -53,7 +53,7 @@ struct Cublas {
   }
 
  private:
-  // With the library that it needs, which a wheel has beside it.
+  // Opens the library, and first libcublasLt, which it needs and a wheel has beside it.
   static void* Opened(const std::string& path) {
     const std::filesystem::path whole(path);
     std::string beside = whole.filename().string();

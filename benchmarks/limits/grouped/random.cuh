@@ -16,7 +16,7 @@ __device__ inline uint64_t Mixed(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// Element `index` of a stream of random normal numbers.
+// Returns element `index` of a stream of random normal numbers.
 __device__ inline float Normal(uint64_t index, uint64_t seed) {
   const uint64_t bits = Mixed(index ^ Mixed(seed));
   const float radius = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;
@@ -31,7 +31,7 @@ static __global__ void FillNormal(__nv_bfloat16* to, uint64_t count, uint64_t se
   }
 }
 
-// As amax / 448 scales normal numbers: codes use most of their range.
+// About what a scale of amax / 448 does to normal numbers: codes use most of their range.
 constexpr float kCodesPerUnit = 100;
 
 static __global__ void FillCodes(__nv_fp8_storage_t* to, uint64_t count, uint64_t seed) {
@@ -41,7 +41,7 @@ static __global__ void FillCodes(__nv_fp8_storage_t* to, uint64_t count, uint64_
   }
 }
 
-// All different, so that a wrong one shows.
+// All scales differ, so that it shows if a wrong one is used.
 static __global__ void FillScales(float* to, uint64_t count, uint64_t seed) {
   const uint64_t step = uint64_t{gridDim.x} * blockDim.x;
   for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {

@@ -1,4 +1,4 @@
-// What programs share that time grouped matmuls: memory, bursts of calls, samples of a time.
+// What programs that time grouped matmuls share: device memory and timed bursts of calls.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ class Timer {
     CHECK_CUDA(cudaEventCreate(&end_));
   }
 
-  // Milliseconds of each call.
+  // Returns milliseconds per call.
   template <typename Run>
   double Burst(Run run, int calls) {
     CHECK_CUDA(cudaEventRecord(begin_, stream));

@@ -1,5 +1,5 @@
-// The products of a layer's experts as steps of xla_ffi/cuda/matmul, on random operands, and what a
-// plain kernel finds for samples of their results.
+// The products of a layer's experts as steps of xla_ffi/cuda/matmul, on random operands, and a
+// plain kernel that computes samples of their results.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,11 +18,11 @@
 
 namespace jax_ep::cuda {
 
-// Of a layer with hidden size H and F per expert.
+// A product of a layer with hidden size H and inner size F.
 struct Product {
   const char* name;
   MatmulKind kind;
-  bool of_gate_up;  // or of down
+  bool of_gate_up;  // otherwise of down
   bool float32 = false;
 };
 
@@ -43,7 +43,7 @@ inline constexpr Product kProducts[] = {
 inline bool HasSides(MatmulKind kind) {
   return kind == MatmulKind::kGateUp || kind == MatmulKind::kCodeGateUp;
 }
-// Whether `out_element` says anything.
+// Whether `out_element` is used.
 __host__ __device__ inline bool ChoosesOut(MatmulKind kind) {
   return kind == MatmulKind::kOuter || kind == MatmulKind::kCodeRows;
 }
@@ -54,7 +54,7 @@ inline bool GoesBack(MatmulKind kind) {
 // A product's operands and results on the GPU.
 class Made {
  public:
-  // All rows hold random numbers; `held` are in groups, and those after them are NaN.
+  // Of `rows` rows the first `held` are in groups and random; those after them are NaN.
   Made(const Product& product, ElementType element, int hidden, int inner, int rows,
        const std::vector<int32_t>& sizes, int held, uint64_t seed)
       : product_(product), codes_(OfCodes(product.kind)), sizes_(sizes) {
@@ -88,7 +88,7 @@ class Made {
                                                                                           : 2);
     out_ = Bytes(out_bytes);
     if (HasSides(kind) || GoesBack(kind)) {
-      codes_ = false;  // of what follows
+      codes_ = false;  // `both_` has no codes
       both_ = GoesBack(kind) ? Random(n * 2 * b, held * 2 * b, seed + 4) : Bytes(n * 2 * b * 2);
       if (GoesBack(kind)) to_both_ = Bytes(static_cast<uint64_t>(n) * 2 * b * 2);
       codes_ = OfCodes(kind);
@@ -108,7 +108,7 @@ class Made {
     step.scales_per_k = forward ? sides * (b / 128) : 1;
     step.scales_per_side = b / 128;
     step.scales_per_b = forward ? 1 : k / 128;
-    // Operands were filled on the default stream, for which streams of a Timer do not wait.
+    // Operands were filled on the default stream, which the stream of a Timer does not wait for.
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
@@ -136,7 +136,7 @@ class Made {
     return part ? reinterpret_cast<float*>(part->get()) : nullptr;
   }
   static Part Bytes(uint64_t count) { return std::make_unique<Memory<uint8_t>>(count); }
-  // `count` elements; NaN from `held` on, unless it is negative.
+  // `count` random elements; NaN from `held` on, unless it is negative.
   Part Random(int64_t count, int64_t held, uint64_t seed);
   static Part Scales(int64_t count, uint64_t seed) {
     Part made = Bytes(static_cast<uint64_t>(count) * 4);
@@ -182,10 +182,10 @@ inline Made::Part Made::Random(int64_t count, int64_t held, uint64_t seed) {
 
 struct Sample {
   int32_t group;
-  int32_t row;     // of N; in kOuter of the group's matrix
-  int32_t column;  // of a side
+  int32_t row;     // of N rows; for kOuter of the group's matrix
+  int32_t column;  // within a side
   int32_t side;
-  bool both;  // of `both` or `to_both`, not of `out`
+  bool both;  // in `both` or `to_both`, not in `out`
   double wanted;
   double found;
 };
@@ -228,7 +228,8 @@ __device__ inline double WarpSum(double sum) {
   return sum;
 }
 
-// One warp for each sample. `first`: of each group, and where the last one ends.
+// Computes each sample on one warp. `first` has each group's first row, and the end of the last
+// group.
 static __global__ void CheckSamples(MatmulStep step, const int32_t* first, Sample* samples,
                                     int count) {
   const int index = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / warpSize);
@@ -296,7 +297,7 @@ static __global__ void CheckSamples(MatmulStep step, const int32_t* first, Sampl
   }
 }
 
-// How many bytes from `begin` to `end` are not `value`.
+// Counts the bytes from `begin` to `end` that are not `value`.
 static __global__ void CountOthers(const uint8_t* from, uint64_t begin, uint64_t end, uint8_t value,
                                    unsigned long long* found) {
   const uint64_t step = uint64_t{gridDim.x} * blockDim.x;
