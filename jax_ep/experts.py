@@ -612,8 +612,9 @@ def quantize_weights(
 def prepare(weights: QuantizedWeights) -> QuantizedWeights:
     """Adds to the codes of a checkpoint what this process's GPU kernels read.
 
-    The results of `quantize_weights` have it already. Codes without it work as well,
-    but then every call makes it again, in a pass over all codes, so prepare them once.
+    The results of `quantize_weights` have it already, except for float64 weights. Codes
+    without it work as well, but then every call makes it again, in a pass over all
+    codes, so prepare them once.
     Only Hopper GPUs need anything added. `QuantizedWeights.canonical` is the inverse.
 
     Args:

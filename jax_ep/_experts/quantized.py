@@ -60,12 +60,12 @@ TURNED = ("gate_up_turned", "down_turned")
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
-    """The weights of L experts as codes and scales, a pytree of four arrays.
+    """The weights of L experts as codes and scales, a pytree of arrays.
 
-    `jax_ep.experts.quantize_weights` makes one. On every device the four arrays are in
-    the order of the weights themselves: dimension 0 is the expert, dimension 1 the
-    contracted one. A checkpoint can hold them, and `jax.tree.map` can shard or gather
-    them along dimension 0 or 1.
+    `jax_ep.experts.quantize_weights` makes one. Four of the arrays exist on every
+    device, in the order of the weights themselves: dimension 0 is the expert, dimension
+    1 the contracted one. A checkpoint can hold them, and `jax.tree.map` can shard or
+    gather them along dimension 0 or 1.
 
     On Hopper GPUs there may be two more arrays, which kernels read in forward products.
     `canonical()` leaves them out: save its result in checkpoints. If they are missing,
