@@ -1,13 +1,16 @@
 """Profiles what the matmul kernels and cuBLAS wait for, by Nsight Compute.
 
     python -m benchmarks.limits.kernel_profile --binary PROGRAM [--cases mid]
+    python -m benchmarks.limits.kernel_profile --mxfp4 ROWS...
 
 `PROGRAM` is that of grouped_kernels.py, built with its `--keep`. For each product, its
-kernel and the batched cuBLAS matmul run once under ncu, which counts how busy the
-tensor cores were (percent), how often L2 had what was requested (percent), what DRAM
-moved (GB/s), and what warps waited for. The clock is left as it is; times are
-microseconds of single calls.
-Writes benchmarks/results/profile-<gpu>x1-<date>.json and prints a table.
+kernel and the batched cuBLAS matmul run once under ncu. With `--mxfp4`, the kernels for
+few rows run alone (mxfp4_calls.py). ncu counts how busy the tensor cores, the integer
+units (ALU) and the issue slots were (percent), how often L2 had what was requested
+(percent), what DRAM moved (GB/s), and what warps waited for. The clock is left as it
+is; times are microseconds of single calls.
+Writes benchmarks/results/profile-<gpu>x1-<date>.json, with `--mxfp4`
+mxfp4-profile-<gpu>x1-<date>.json, and prints a table.
 """
 
 import csv
@@ -27,12 +30,17 @@ SECTIONS = (
     "MemoryWorkloadAnalysis",
     "WarpStateStats",
 )
-OURS = "MatmulKernel"  # in the name of each of our kernels
+OURS = "MatmulKernel", "FourBitKernel"  # one of them is in the name of each kernel
 _STALLED = "smsp__average_warps_issue_stalled_"
 _PER_ISSUE = "_per_issue_active.ratio"
 _L2_HITS = "lts__t_sector_hit_rate.pct"
 _TIME = "gpu__time_duration.sum"  # ns
 _DRAM = "dram__bytes_read.sum", "dram__bytes_write.sum"
+# Percent of the cycles in which a multiprocessor is active.
+_BUSY = {
+    "issue_percent": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "alu_percent": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+}
 _MOST_STALLS = 4
 LIMIT = 300
 
@@ -77,6 +85,14 @@ def stalls(metrics):
     return dict(ordered[:_MOST_STALLS])
 
 
+def is_ours(metrics):
+    return any(name in metrics["Kernel Name"] for name in OURS)
+
+
+def rounded(value):
+    return None if value is None else round(value, 1)
+
+
 def summary(metrics):
     """Returns the metrics of a kernel that are recorded, None for missing ones."""
     busy = [
@@ -86,13 +102,14 @@ def summary(metrics):
         and "cycles_active" in name
         and name.endswith(".pct_of_peak_sustained_active")
     ]
-    time, hits = metrics.get(_TIME), metrics.get(_L2_HITS)
+    time = metrics.get(_TIME)
     moved = [metrics[name] for name in _DRAM if name in metrics]
     return {
         "kernel": metrics["Kernel Name"],
         "us": None if time is None else round(time / 1e3, 1),
-        "tensor_percent": round(max(busy), 1) if busy else None,
-        "l2_hit_percent": None if hits is None else round(hits, 1),
+        "tensor_percent": rounded(max(busy, default=None)),
+        **{name: rounded(metrics.get(metric)) for name, metric in _BUSY.items()},
+        "l2_hit_percent": rounded(metrics.get(_L2_HITS)),
         "dram_gb_s": round(sum(moved) / time) if moved and time else None,
         "stalls": stalls(metrics),
     }
@@ -100,7 +117,7 @@ def summary(metrics):
 
 def results(products, found):
     """Returns a row per kernel; `found` has the kernels in the order of `products`."""
-    first = [i for i, metrics in enumerate(found) if OURS in metrics["Kernel Name"]]
+    first = [i for i, metrics in enumerate(found) if is_ours(metrics)]
     if len(first) != len(products) or first[:1] not in ([0], []):
         names = [metrics["Kernel Name"] for metrics in found]
         raise SystemExit(
@@ -112,22 +129,24 @@ def results(products, found):
         products, first, [*first[1:], len(found)], strict=True
     ):
         for metrics in found[start:end]:
-            whose = "jax_ep" if OURS in metrics["Kernel Name"] else "cuBLAS"
+            whose = "jax_ep" if is_ours(metrics) else "cuBLAS"
             rows.append(product | {"whose": whose} | summary(metrics))
     return rows
 
 
 def print_table(rows):
     print(
-        f"{'case':<10} {'product':<24} {'':<7} {'us':>8} {'tensor':>7} {'L2':>6} GB/s"
+        f"{'case':<10} {'product':<24} {'':<7} {'us':>8} {'tensor':>7} {'issue':>6} "
+        f"{'ALU':>6} {'L2':>6} GB/s"
     )
+    names = "us", "tensor_percent", *_BUSY, "l2_hit_percent"
     for row in rows:
-        cells = (row[name] for name in ("us", "tensor_percent", "l2_hit_percent"))
-        us, tensor, hits = ("-" if cell is None else cell for cell in cells)
+        us, *percents = ("-" if row[name] is None else row[name] for name in names)
+        tensor, issue, alu, hits = percents
         waits = ", ".join(f"{name} {value}" for name, value in row["stalls"].items())
         print(
             f"{row['case']:<10} {row['product']:<24} {row['whose']:<7} {us:>8} "
-            f"{tensor:>7} {hits:>6} {row['dram_gb_s']} {waits}"
+            f"{tensor:>7} {issue:>6} {alu:>6} {hits:>6} {row['dram_gb_s']} {waits}"
         )
 
 
@@ -138,21 +157,33 @@ def parse(arguments):
     parser.add_argument("--only", default="", help="part of a product's name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cublas", type=pathlib.Path, metavar="PATH")
-    parser.add_argument("--binary", type=pathlib.Path, metavar="PROGRAM", required=True)
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--binary", type=pathlib.Path, metavar="PROGRAM")
+    of.add_argument("--mxfp4", type=int, nargs="+", metavar="ROWS")
     parser.set_defaults(seconds=1.0)  # for grouped_kernels.words; nothing is timed here
     return common.parsed(parser, arguments)
 
 
-def profiled(ncu, program):
+def program(args):
+    """Returns how ncu selects the kernels to profile, and the program that has them."""
+    if args.mxfp4:
+        chosen = ["--kernel-name", "regex:FourBitKernel"]
+        run = [sys.executable, "-m", "benchmarks.limits.mxfp4_calls"]
+        return chosen, [*run, *map(str, args.mxfp4)]
+    run = [str(args.binary.resolve()), "--once", "--no-check"]
+    return ["--profile-from-start", "off"], [*run, *grouped_kernels.words(args)]
+
+
+def profiled(ncu, chosen, program):
     """Runs the program under ncu; returns its report, and ncu's log."""
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")
-        words = ["--profile-from-start", "off", "--clock-control", "none"]
+        words = [*chosen, "--clock-control", "none"]
         words += ["--cache-control", "none", "--print-units", "base", "--csv"]
         words += ["--page", "raw", "--log-file", str(log)]
         for section in SECTIONS:
             words += ["--section", section]
-        words += ["--metrics", ",".join(_DRAM)]
+        words += ["--metrics", ",".join([*_DRAM, *_BUSY.values()])]
         try:
             return programs.report(ncu, [*words, *program], LIMIT), log.read_text()
         except SystemExit as failed:
@@ -165,14 +196,13 @@ def main(arguments=None):
     ncu = shutil.which("ncu")
     if ncu is None:
         raise SystemExit("kernel_profile: needs Nsight Compute's ncu on PATH")
-    program = [str(args.binary.resolve()), "--once", "--no-check"]
-    program += grouped_kernels.words(args)
-    reported, log = profiled(pathlib.Path(ncu), program)
+    reported, log = profiled(pathlib.Path(ncu), *program(args))
     rows = results(reported.pop("results"), kernels(log))
     told = recording.command("limits.kernel_profile", arguments)
     made = recording.head("profile", driver=record.driver(), command=told)
     made |= reported | {"results": rows}
-    recording.write(recording.of("profile", made), made, args.results)
+    prefix = "mxfp4-profile" if args.mxfp4 else "profile"
+    recording.write(recording.of(prefix, made), made, args.results)
     print_table(rows)
     return 0
 

@@ -1,9 +1,9 @@
-"""Every benchmark runs, each kind of its cases in a tiny form, and its record shows.
+"""Every benchmark runs each kind of its cases in a tiny form, and shows its record.
 
-On CPUs over collective, or over JAX_EP_TEST_TRANSPORT: recorders and their workers as
-they are, but for sizes and for XLA's flags, since all run in this process. The kinds
-are those that the benchmarks have lists of. What is left to GPUs stands with each test;
-what needs a new JAX is in test_tiny_newest.py.
+On CPUs over collective, or over JAX_EP_TEST_TRANSPORT. Recorders and their workers are
+unchanged except for sizes and XLA's flags, since all run in this process. The kinds are
+those that the benchmarks list. Each test says what is left to GPUs. What needs a new
+JAX is in test_tiny_newest.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ROOT = recording.ROOT
 
 
 def over(*names):
-    """The transports that are tried, each once."""
+    """The transports to test, each once."""
     return dict.fromkeys((helpers.TRANSPORT, *names))
 
 
@@ -157,13 +157,13 @@ def test_p2p_in_every_format(tmp_path, capsys):
     wanted += [("dispatch", name) for name in coded]
     wanted += [("combine", "bf16"), ("combine", "fp8_block128")]
     assert keys.keys() == {(name, *k) for name in over("collective") for k in wanted}
-    # CPUs have no p2p to show.
+    # CPUs have no p2p, which the report shows.
     shown = [row | {"transport": "p2p"} for row in rows if row["num_sms"] is None]
     capsys.readouterr()
     p2p_report.print_formats(shown)
     shown = capsys.readouterr().out
     assert all(name in shown for name in (*names, *coded))
-    # Neither more bytes nor fewer than of a dispatch that quantises.
+    # Exactly as many bytes as in a dispatch that quantises.
     for each in coded:
         sent, same = (
             keys[helpers.TRANSPORT, "dispatch", name]["bytes"]
@@ -216,7 +216,7 @@ def host_rows(record):
 
 
 def test_host_time(tmp_path, capsys):
-    """Left to GPUs: p2p beside collective, and times that end before the results."""
+    """Left to GPUs: p2p beside collective, and times that end before results do."""
     asked = ["--transports", *over("collective"), "--processes", "2"]
     record = tiny(host_time, tmp_path, *asked)
     assert record["old_commit"] is None
@@ -229,7 +229,7 @@ def test_host_time(tmp_path, capsys):
 
 
 def test_host_time_of_other_results(tmp_path, monkeypatch, capsys):
-    """Both builds are this one here, of which one has another result once."""
+    """Both builds are this one, but one of them has a different result once."""
     given = host_time.worker.measured
     seen = []
 
@@ -242,7 +242,7 @@ def test_host_time_of_other_results(tmp_path, monkeypatch, capsys):
     words = ["--tiny", "--results", str(tmp_path), "--devices", str(RANKS)]
     words += ["--processes", "1", "--transports", helpers.TRANSPORT]
     words += ["--old", str(ROOT), "--old-commit", "abc"]
-    # An installed jax_ep has its native modules elsewhere.
+    # The native modules of an installed jax_ep are elsewhere.
     monkeypatch.setattr(host_time, "foreign", lambda head, folder: [])
     assert host_time.main(words) == 1
     record = written(tmp_path)
@@ -257,7 +257,7 @@ def test_host_time_of_other_results(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_host_time_beside_an_older_build(tmp_path, capfd):
-    """In processes. The older build is this one in another folder."""
+    """In processes. The older build is this build in another folder."""
     if any("ScikitBuild" in type(finder).__name__ for finder in sys.meta_path):
         pytest.skip("an editable install comes before any folder on the path")
     old = tmp_path / "old"
@@ -277,7 +277,7 @@ def test_host_time_beside_an_older_build(tmp_path, capfd):
         assert row["ratio"] == row["this_us"] / row["old_us"]
         assert row["ratio_least"] == row["this_us_least"] / row["old_us_least"]
         assert row["wrong"] is False
-    # A folder without a build finds another one, or none.
+    # A folder without a build imports another one, or none.
     empty = tmp_path / "empty"
     empty.mkdir()
     host_time.main([*words, "--old", str(empty)])
@@ -291,7 +291,7 @@ def test_host_time_beside_an_older_build(tmp_path, capfd):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_nodes(tmp_path):
-    """In one process and in several. Left to GPUs: p2p's and shmem's ways."""
+    """In one process and in several. Left to GPUs: the ways of p2p and shmem."""
     words = "--platform cpu --ranks 2 --tokens 8 --hidden 64 --experts 8 --top-k 2"
     words += " --repeats 2 --milliseconds 1 --unrolled 4 --budget 120 --seed 7"
     ways = [name for name, (_, transport, *_) in nodes.WAYS.items() if transport == CPU]
@@ -332,7 +332,7 @@ def test_collective(tmp_path):
 
 @pytest.mark.exclusive
 def test_soak(tmp_path):
-    """Every option once; the layers without any are in test_soak.py."""
+    """Runs every option once; test_soak.py has the layers without options."""
     calls = len(soak.OPTIONS) * soak.STEPS * soak_program.CALLS_A_LAYER
     words = f"--calls {calls} --devices {RANKS} --transport {helpers.TRANSPORT} "
     words += f"--sizes --option-sizes 8 --threads 1 --folder {tmp_path}"
@@ -367,7 +367,7 @@ def test_format_errors(capsys):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_suite(tmp_path, monkeypatch):
-    """Few tests; the other forms: test_suite_resume.py, test_multiprocess_plugin.py."""
+    """Few tests; test_suite_resume and test_multiprocess_plugin have other forms."""
     monkeypatch.setattr(recording, "RESULTS", tmp_path)
     monkeypatch.setattr(
         recording, "write", functools.partial(recording.write, folder=tmp_path)
@@ -387,19 +387,18 @@ def test_suite(tmp_path, monkeypatch):
 
 
 # ---- Programs that are compiled where they run ---------------------------------------
-# A compiler is made up that makes programs which print what a record has. Left to GPUs,
-# and to the steps cpp and cuda of .ci/run, which compile and run what they can of them:
-# the true programs.
+# A fake compiler makes programs that print what a record has. Left to GPUs, and to the
+# steps cpp and cuda of .ci/run, which compile and run what they can: the real programs.
 
 
 def newest(prefix):
-    """A record that is kept, with its path."""
+    """The newest committed record of this name."""
     return json.loads(sorted(generate.RESULTS.glob(f"{prefix}-*.json"))[-1].read_text())
 
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Makes programs that print the text that it is called with."""
+    """A function that makes the compiler's programs print a text."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -411,7 +410,7 @@ def compiler(tmp_path, monkeypatch):
 
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    # Whose folder comes before PATH's.
+    # The folder of sys.executable comes before PATH.
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     return make
 
@@ -427,7 +426,7 @@ program() {{ printf '#!/bin/bash\\ncat %q\\n' "{text}" >"$1" && chmod +x "$1"; }
 {more}
 [ -d "$made" ] || program "$made"
 """
-# Of cmake: a folder with programs.
+# What the fake cmake does: makes a folder with programs.
 FOLDER = (
     'mkdir -p "$made"',
     f'for name in cpu_steps {" ".join(fuzz.TARGETS)}; do program "$made/$name"; done',
@@ -437,7 +436,7 @@ MADE_UP = {"driver", "nvcc", "commit", "date", "command", "machine", "compiler"}
 
 
 def same(found, record):
-    """The record, but for what says who measured when."""
+    """The record is the same, except for who measured it and when."""
     for name in record.keys() - MADE_UP:
         assert found[name] == record[name], name
     return found.keys() >= record.keys()
@@ -456,13 +455,13 @@ def test_of_gpus(module, compiler, tmp_path, capsys):
 
 @pytest.fixture
 def cutlass(tmp_path):
-    """A folder that has the header which CUTLASS's is known by."""
+    """A folder with the header by which CUTLASS is recognised."""
     (tmp_path / "cutlass" / "include" / "cutlass").mkdir(parents=True)
     (tmp_path / "cutlass" / "include" / cutlass_grouped.HEADER).touch()
     return str(tmp_path / "cutlass")
 
 
-# microseconds and TFLOP/s, of gate and up, and of down
+# Microseconds and TFLOP/s of gate and up, then of down.
 CUTLASS_TIMES = {"batched": ((400, 600), (200, 600)), "fp8": ((300, 800), (150, 800))}
 
 
@@ -514,7 +513,7 @@ def test_cutlass_grouped_without_headers(tmp_path):
 
 
 def test_cutlass_grouped_has_the_sizes_of_grouped():
-    """Which its program has in C++."""
+    """The C++ program of cutlass_grouped has the same sizes as grouped."""
     text = cutlass_grouped.SIZES.read_text()
     found = dict(re.findall(r'\{"([\w-]+)", ([\d, ]+)\}', text))
     assert tuple(found) == cutlass_grouped.CASES
@@ -606,12 +605,12 @@ HERE = {
     *(options_cost, overlap, p2p, record_suite, routers, soak, soak_processes),
     window_kernels,
 }
-# By those above.
+# Run by those above.
 WORKERS = {
     *("layers.worker", "overlap.worker", "calls.nodes_process"),
-    *("calls.options_worker", "calls.host_time_worker"),
+    *("calls.options_worker", "calls.host_time_worker", "limits.mxfp4_calls"),
 }
-# By .ci/run or files of their own.
+# Tested by .ci/run or in their own files.
 ELSEWHERE = {
     *("benchmarks.limits.kernel_profile", "tools.record_concurrent"),
     *("tools.build_wheels", "tools.release_notes"),
@@ -619,7 +618,7 @@ ELSEWHERE = {
 
 
 def test_no_benchmark_is_left_out():
-    """One that is new must be tried here too."""
+    """A new benchmark must be tested here, too."""
     found = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for folder in ("benchmarks", "tools")
@@ -637,7 +636,7 @@ printf '%s\\n' "$(printf '%q ' "$@")" >>{said}
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_what_records_on_gpus_is_understood(gpus, tmp_path, monkeypatch):
-    """Each command of record_gpu.sh but sanitize.sh, by the program that it calls."""
+    """The programs accept all commands of record_gpu.sh, except sanitize.sh's."""
     folder, said = tmp_path / "bin", tmp_path / "said"
     folder.mkdir()
     names = "\n".join(["echo NVIDIA Made Up"] * gpus)
