@@ -17,9 +17,9 @@ that are hit were read, and the time over that of `read`. Everything with the sa
 number of rows is timed in turn, and rows of the results are compared with float32
 products of the same codes. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs:
 for each kind of weights the layer's time, and as `exchange` that of the same program
-with experts that return their rows unchanged. With --kernels one call of each of these
-programs, which makes a step per draw, is profiled: what the first GPU ran, and for how
-long.
+with experts that return their rows unchanged. With --kernels one call of each program,
+which makes a step per draw (a read makes one), is profiled: what the first GPU ran, and
+for how long.
 Writes benchmarks/results/decode-<device>x<n>-<date>.json. With --tiny it also runs on a
 machine without such a GPU, with what runs everywhere in place of the kernels.
 """
@@ -88,6 +88,14 @@ def checked(difference):
     return {"difference": difference, "wrong": not difference < BOUND}
 
 
+def traces(args, runs):
+    """Returns the entry of a row for what one call of each run does on a GPU."""
+    if not args.kernels:
+        return {}
+    traced = functools.partial(trace.traced, made=trace.kernels)
+    return {"traces": {part: traced(run, 0) for part, run in runs.items()}}
+
+
 # ---- Experts ------------------------------------------------------------------------
 
 
@@ -137,6 +145,7 @@ def measure_experts(sizes, args):
             limits[name] = us["read", name, how]
             row = place | {"way": "read", "format": name, "how": how}
             rate = found["bytes"] / limits[name] / 1e3
+            row |= traces(args, {"read": runs["read", name, how][0]})
             yield row | {"us": limits[name], "gb_s": rate, "wrong": found["wrong"]}
         for way, found in facts.items():
             name = WAYS[way][0]
@@ -145,6 +154,7 @@ def measure_experts(sizes, args):
                 row["us"] = us[way]
                 row["gb_s"] = hit * bytes_[name] / us[way] / 1e3
                 row["of_read"] = us[way] / limits[name]
+                row |= traces(args, {"experts": runs[way][0]})
             yield row
 
 
@@ -264,11 +274,8 @@ def layer_rows(args, tokens, runs, facts, us):
             whole, exchange = us[kind, "layer"], us[kind, "exchange"]
             row |= {"us": whole, "exchange_us": exchange}
             row["exchange_share"] = exchange / whole
-            if args.kernels:
-                row["traces"] = {
-                    part: trace.traced(runs[kind, part][0], 0, made=trace.kernels)
-                    for part in ("layer", "exchange")
-                }
+            parts = "layer", "exchange"
+            row |= traces(args, {part: runs[kind, part][0] for part in parts})
         yield row
 
 
@@ -312,7 +319,7 @@ def parse(arguments):
         "--tokens", type=int, nargs="+", default=TOKENS, help="per rank, of a layer"
     )
     parser.add_argument(
-        "--kernels", action="store_true", help="of layers, profile a call of each"
+        "--kernels", action="store_true", help="profile a call of each program"
     )
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="of a time, on average"

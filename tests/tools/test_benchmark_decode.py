@@ -1,4 +1,4 @@
-"""benchmarks/layers/decode.py on CPUs: by stand-ins of the kernels, and what is wrong.
+"""benchmarks/layers/decode.py on CPUs, with stand-ins for the kernels.
 
 Left to GPUs: the kernels, their times, and whether a read is as fast as memory.
 """
@@ -35,14 +35,14 @@ def few_draws(monkeypatch):
 
 
 def run(folder, *words):
-    """The exit status, and the rows of the record."""
+    """Returns the exit status and the rows of the record."""
     words = ["--tiny", "--devices", str(RANKS), "--results", str(folder), *words]
     status = decode.main(words)
     return status, written(folder)["results"]
 
 
 def changed(monkeypatch, change):
-    """Has `change` make the result of each way from (way, result)."""
+    """Replaces the result of each way by `change(way, result)`."""
     run_way = steps.run_way
 
     def other(way, draw, weights):
@@ -62,10 +62,14 @@ def test_every_way_by_stand_ins(fake_kernels, tmp_path, capsys):
     assert "quantize_matrices" in taken
     rows = record["results"]
     assert not decode.unfit(rows)
-    traces = [row["traces"] for row in rows if row["part"] == "layer"]
-    # That of CPUs has no plane of a GPU.
-    assert all("GPU" in each[part]["error"] for each in traces for part in each)
-    assert all(set(each) == {"layer", "exchange"} for each in traces)
+    for row in rows:
+        if row["part"] == "layer":
+            traced = {"layer", "exchange"}
+        else:
+            traced = {"read" if row["way"] == "read" else "experts"}
+        assert row["traces"].keys() == traced
+        # A CPU's trace has no plane of a GPU.
+        assert all("GPU" in each["error"] for each in row["traces"].values())
     parts = rows_by(rows, "part", "rows", "tokens", "way", "format")
     expected = {
         ("experts", count, None, way, name)
@@ -85,7 +89,7 @@ def test_every_way_by_stand_ins(fake_kernels, tmp_path, capsys):
             limit = parts["experts", row["rows"], None, "read", row["format"]]
             assert row["of_read"] == row["us"] / limit["us"]
         assert row["us"] > 0
-    # Of experts that are hit: two of each token's own.
+    # The experts that are hit: two per token.
     assert all(2 <= row["hit"] <= 4 for row in rows if row.get("rows") == 4)
     printed = capsys.readouterr().out
     assert "16 rows" in printed
@@ -106,7 +110,7 @@ def test_bytes_that_a_step_reads():
 
 
 def test_ways_of_the_true_sizes_are_lowered(monkeypatch):
-    """For a GPU that is not there; how many kernels a step is."""
+    """Lowers for an absent GPU; checks how many kernels a step has."""
     pretend(monkeypatch)
     groups, hidden, inner = (
         getattr(decode.SIZES, name) for name in ("groups", "hidden", "inner")
@@ -134,7 +138,7 @@ def test_ways_of_the_true_sizes_are_lowered(monkeypatch):
         lowered = jax.jit(steps.in_turn(step)).trace(*given)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         found[way] = text.count("custom_call @ep_")
-    # Of codes, four bits leave the activation's result to the quantiser.
+    # With codes, 4-bit kernels leave the activation's result to the quantiser.
     assert found == {"bf16": 4, "fp8": 4, "mxfp4": 4, "mxfp4-fp8": 6}
 
 
@@ -149,7 +153,7 @@ def test_without_kernels_what_runs_everywhere(tmp_path):
 
 
 def test_wrong_rows_are_seen(tmp_path, monkeypatch, capsys):
-    """Of one way: what belongs to another row, and NaN."""
+    """Rows of one way that belong to other rows, or are NaN, are reported."""
     for way, change in (
         ("mxfp4", lambda out: jnp.roll(out, 1, axis=0)),
         ("batched", lambda out: out.at[-1, 0].set(jnp.nan)),
@@ -211,7 +215,7 @@ def test_reads_are_of_all_words(how):
     assert first.max() == count - 1
     np.testing.assert_array_equal(last, first + count)
     assert steps.read_wrongly(how, last, count)
-    # Any word counts.
+    # Every word matters.
     for at in (0, count // 2, count - 1):
         large = words.at[at].set(2**31 - 1)
         assert steps.read_wrongly(how, steps.reading(how, large, count)(0), count)
