@@ -1,6 +1,6 @@
 """Set-up of the whole suite: 8 CPU devices where there is no GPU, and skips.
 
-jax_ep comes before anything starts a JAX backend, which then gets enough threads.
+jax_ep is imported before anything starts a JAX backend, so that it gets enough threads.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from support import HAS_GPUS
 
-# On CPUs these tests' time is XLA's, which compiles them in two thirds of it by its
-# older emitters. From jax 0.12 on it has the newer ones alone, and ignores this.
+# On CPUs these tests spend their time compiling in XLA, whose older emitters take two
+# thirds of the time. jax 0.12 and newer have only the newer ones and ignore this.
 if not HAS_GPUS:
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -34,14 +34,14 @@ from support.parts import (
 GPU_LOCK = gpu_lock.of_environment()
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
-# multiprocess_plugin.py has started processes of fewer devices each.
+# Processes that multiprocess_plugin.py has started have fewer devices each.
 if not helpers.IN_PROCESSES:
     jax.config.update("jax_num_cpu_devices", 8)
 # Gradients are compared with a dense formula: TF32 would hide errors behind noise.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-# Of a bare `pytest`. With paths, -m or -k it is for the caller to say.
+# What a bare `pytest` runs. With paths, -m or -k the caller chooses.
 LESS = "not slow and not thorough"
 MOST_PROCESSES = 4  # each needs up to 2 GB
 
@@ -53,9 +53,9 @@ def is_bare(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Lets pytest-xdist run a bare `pytest` in several processes; `-n 0` in one."""
+    """Runs a bare `pytest` in several processes (pytest-xdist); `-n 0` keeps to one."""
     option = config.option
-    # Its workers come here, too.
+    # pytest-xdist's workers call this, too.
     if hasattr(config, "workerinput") or not is_bare(config) or HAS_GPUS:
         return
     if getattr(option, "numprocesses", 0) is not None or option.usepdb:
@@ -90,7 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[Any]:
-    """All of a test, with the fixtures that it is the first or the last to need."""
+    """Holds the lock for a whole test, with the fixtures that it starts or ends."""
     if GPU_LOCK is None:
         return (yield)
     with GPU_LOCK.hold():
@@ -104,7 +104,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Commands change it, which a test may run in its own process."""
+    """Restores the environment, which commands change that a test runs in-process."""
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:
@@ -114,9 +114,9 @@ def own_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_compiles():
-    """For modules whose time is XLA's and whose results are compared within rounding.
+    """For modules that mostly compile and whose results are compared within rounding.
 
-    Programs of whole layers compile in half the time; what runs is slower.
+    Programs of whole layers compile in half the time, but run slower.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -132,7 +132,7 @@ def quick_compiles():
 
 @pytest.fixture(scope="module")
 def ep(mesh):
-    """Of one module alone: other tests leave invalid ids for their handles' check.
+    """A handle of the module's own: other tests leave invalid ids for check() to find.
 
     `mesh` is the module's own fixture.
     """
@@ -143,7 +143,7 @@ def ep(mesh):
 
 @pytest.fixture
 def others_go_on(mesh, ep):
-    """After every error a handle still gives right answers in this process."""
+    """Checks after the test that the handle still gives right answers."""
     yield
     inputs = helpers.make_inputs(np.random.default_rng(1), ep.config, mesh.size)
     d = helpers.run_dispatch(ep, mesh, inputs)

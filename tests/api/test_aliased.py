@@ -1,4 +1,4 @@
-"""A route that XLA writes over the ids it is made of, as `input_output_aliases` asks.
+"""XLA writes a route over its own ids, as `input_output_aliases` requests.
 
 tests/cc/aliased_test.cc has every call, under AddressSanitizer.
 """
@@ -65,7 +65,7 @@ def test_route_over_its_ids(result: int, kind: str) -> None:
         for got, wanted in zip(found, expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
         return
-    # Blocks read ids that others have written over: any route that stays in range.
+    # Blocks read ids that others have overwritten: any route in range is right.
     slot_of, position, num_invalid = found
     assert slot_of.min() >= -1
     assert position.min() >= -1

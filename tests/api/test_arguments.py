@@ -188,7 +188,7 @@ def test_what_is_no_array_is_named(ep):
 
 
 class Shaped:
-    """What says a shape and a dtype, as arrays of other libraries' plans do."""
+    """Has only a shape and a dtype, like abstract arrays of other libraries."""
 
     def __init__(self, like):
         self.shape, self.dtype = like.shape, like.dtype
@@ -198,7 +198,7 @@ class Shaped:
     "emptied", [jax.typeof, Shaped, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)]
 )
 def test_shapes_without_values_are_named(ep, emptied):
-    """A trace has none either; its tracers are no such things."""
+    """Traced values have no contents either, but are accepted."""
 
     def run(x, i, w):
         return jax_ep.sharded.dispatch(ep, x, i, w)

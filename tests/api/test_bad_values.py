@@ -1,4 +1,4 @@
-"""Values and sizes at the edge that are no errors, or only when there is no memory."""
+"""Extreme values and sizes that are no errors, or only for lack of memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def strict():
 
 
 def test_bad_tokens_stay_with_themselves(mesh) -> None:
-    """NaN and Inf in tokens, weights and rows reach their own sums and no others."""
+    """NaN and Inf in tokens, weights and rows reach only their own sums."""
     config = helpers.make_config(dtype="float32", max_tokens_per_rank=16)
     ep = helpers.make_ep(mesh, config)
     rng = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def test_no_tokens_at_all(mesh, name: str) -> None:
             rows = rows + scale.astype(rows.dtype)
             return jax_ep.combine(ep, rows, d.route, weights), d
 
-        # XLA needs an operand that is not empty, and beside it none that is:
+        # XLA needs an operand that is not empty, and no empty one beside it:
         # docs/sharp_bits.md.
         def body(scale):
             x = jnp.zeros((0, config.hidden_size), jnp.bfloat16)
@@ -119,7 +119,7 @@ def test_no_tokens_at_all(mesh, name: str) -> None:
 
 
 def test_layouts_do_not_matter(mesh) -> None:
-    """Columns first on the host and on the device: XLA brings rows to the handlers."""
+    """Arrays may be column-major on host and device: XLA gives handlers rows."""
     config = helpers.make_config()
     ep = helpers.make_ep(mesh, config)
     inputs = helpers.make_inputs(np.random.default_rng(3), config, mesh.size)
@@ -129,7 +129,7 @@ def test_layouts_do_not_matter(mesh) -> None:
     columns = Format(Layout((1, 0)), sharding)
 
     def put(array, sharding):
-        # Not device_put: of several processes it compares, and NaN is unlike itself.
+        # Not device_put, which compares values of several processes: NaN != NaN.
         return jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
 
     on_host = [put(np.asfortranarray(a), sharding) for a in whole]
@@ -146,7 +146,7 @@ def test_layouts_do_not_matter(mesh) -> None:
 
 
 def test_wide_types_of_x64(mesh) -> None:
-    """With jax_enable_x64 numpy's defaults are float64 and int64: errors, no casts."""
+    """With jax_enable_x64, NumPy's default float64 and int64 are errors, not cast."""
     config = helpers.make_config(dtype="float32")
     ep = helpers.make_ep(mesh, config)
     n = mesh.size * config.max_tokens_per_rank
@@ -180,7 +180,7 @@ def test_wide_types_of_x64(mesh) -> None:
     ids=str,
 )
 def test_strict_settings_of_jax(mesh, strict, changes) -> None:
-    """Nothing here leaves a dtype or a dimension to JAX's promotion."""
+    """jax_ep does not rely on JAX's promotion of dtypes or dimensions."""
     config = helpers.make_config(dtype="float32", hidden_size=128, **changes)
     ep = helpers.make_ep(mesh, config)
 
@@ -251,7 +251,7 @@ def test_more_than_can_be_counted(mesh, changes) -> None:
 
 
 def test_more_than_there_is_memory_for(mesh) -> None:
-    """A config whose rows no machine holds: named at init, an error of one call."""
+    """A config whose rows fit no machine: init names it, and only the call fails."""
     config = helpers.make_config(
         max_tokens_per_rank=2**22, hidden_size=2**24, top_k=1, num_experts=mesh.size
     )

@@ -1,4 +1,4 @@
-"""What init says of an N that is too large, or that balanced routing does not fit."""
+"""What init says about an N that is too large or too small for balanced routing."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ WIDE = {
     "worst_case": {"expert_alignment": 128},
     "rows": {"recv_capacity": 256},
     "rows_shared": {"recv_capacity": 384, "fused_shared_expert": True},
-    # 127 rows, for 12 experts of a rank.
+    # 127 rows for 12 experts per rank.
     "uneven": {"capacity_factor": 1.0, "num_experts": 96, "top_k": 1}
     | {"max_tokens_per_rank": 127},
 }
 
 
 def balanced_drops(ep, mesh):
-    """What is lost where every expert is sent as many rows."""
+    """How many rows are dropped if all experts get equally many."""
     shape = (mesh.size * ep.config.max_tokens_per_rank, ep.config.top_k)
     count, experts = np.prod(shape), ep.config.num_experts
-    # Every expert in turn, or as many as there are entries, evenly apart.
+    # Every expert in turn, or evenly spaced ones if there are fewer entries.
     ids = np.arange(count, dtype=np.int32) * max(1, experts // count) % experts
     tokens = np.ones((shape[0], ep.config.hidden_size), ep.config.dtype)
     d = jax_ep.sharded.dispatch(ep, tokens, ids.reshape(shape).astype(np.int32))
@@ -73,7 +73,7 @@ def test_options_that_leave_too_little_are_told(name) -> None:
     (said,) = [str(each.message) for each in caught]
     assert said == f"jax_ep.init: {told}"
     assert balanced_drops(ep, mesh) > 0
-    # The remedy serves.
+    # The remedy in the message works.
     rows = int(told.partition("recv_capacity=")[2].split()[0])
     assert rows % 128 == 0
     remedy = {**fields, "capacity_factor": None, "recv_capacity": rows}
@@ -91,7 +91,7 @@ def test_others_are_not(name) -> None:
 
 @pytest.mark.parametrize(("rows", "told"), [(144, False), (143, True)])
 def test_no_exchange_needs_a_share_alone(rows, told) -> None:
-    """16 rows for each of 9 groups, one of them of the shared expert."""
+    """16 rows for each of 9 groups, one of which is the shared expert's."""
     fields = {"skip_a2a": True, "expert_alignment": 16, "fused_shared_expert": True}
     found = capacity.shortfall(config(**fields, recv_capacity=rows), 8)
     assert (found is not None) == told

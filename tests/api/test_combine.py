@@ -1,4 +1,4 @@
-"""combine: exact bits against the oracle's float32 arithmetic, and what is not read."""
+"""combine: bits equal to the oracle's float32 arithmetic, and what is not read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support import helpers, oracle
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape, and which optional operands combine is given."""
+    """One shape, and the optional operands of combine."""
 
     name: str
     ranks: int
@@ -70,7 +70,7 @@ wide = functools.partial(helpers.normal, spread=6)
 
 
 def check(case: Case, rng: np.random.Generator, ids=None, fill=wide) -> None:
-    """Dispatch, then combine other rows through its route and compare bits."""
+    """Dispatches, then combines other rows along its route and compares bits."""
     mesh, config = helpers.make_mesh(case.ranks), helpers.make_config(**case.config)
     ep = helpers.make_ep(mesh, config)
     inputs = helpers.make_inputs(
@@ -146,7 +146,7 @@ def test_no_fused_multiply_add() -> None:
 
 
 def test_order_of_sums() -> None:
-    """Float32 sums that depend on order: k ascending, ranks ascending, residual."""
+    """Float32 sums that depend on the order: ascending k, ascending ranks, residual."""
     mesh = helpers.make_mesh(3)
     config = helpers.make_config(
         num_experts=9, top_k=5, max_tokens_per_rank=1, dtype="float32"
@@ -182,7 +182,7 @@ def test_zero_has_no_sign() -> None:
 
 
 def test_route_serves_many_times() -> None:
-    """One route after newer dispatches, and twice: nothing of it was used up."""
+    """A route can be used again after newer dispatches, and twice."""
     mesh, config = helpers.make_mesh(4), helpers.make_config(dtype="float32")
     ep = helpers.make_ep(mesh, config)
     rng = np.random.default_rng(10)

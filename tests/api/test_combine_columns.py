@@ -1,4 +1,4 @@
-"""combine of rows with fewer columns: bits, gradients, and widths that are refused."""
+"""combine of rows with fewer columns: bits, gradients, and refused widths."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_sums_and_gradients(case: Case, split: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["rank", "source", "none", "shared"])
 def test_formats(mode: str) -> None:
-    """Blocks of quantised rows know nothing of the columns beside them."""
+    """Blocks of quantised rows do not depend on missing columns."""
     changes = options.MODES.get(mode, {}) | {"hidden_size": 384}
     wires = {"combine_format": "fp8_block128", "grad_format": "fp8_block128"}
     config = helpers.make_config(dispatch_format="mxfp8", **changes, **wires)

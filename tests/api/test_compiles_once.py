@@ -1,6 +1,6 @@
 """The second call of a program compiles nothing, and nothing else compiles again.
 
-In a process without Flax, whose own imports would hide what jax_ep's do.
+In a process without Flax, whose own imports would hide the effect of jax_ep's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support.launch import run_to_end
 
 
 def test_second_calls_compile_nothing() -> None:
-    """Neither a call of jax_ep's nor a bystander that was jitted before it."""
+    """Neither jax_ep's calls nor a function that was jitted before."""
     package = pathlib.Path(jax_ep.__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": str(package)}
     if not HAS_GPUS:

@@ -1,4 +1,4 @@
-"""Many at once: independent calls, runs in flight, threads. Each in its own process.
+"""Many calls at once: independent ones, runs in flight, threads. All in processes.
 
 A hang then fails one test after its time-out and does not stop the run.
 """
@@ -17,7 +17,7 @@ TIMEOUT_S = 500
 def test_right_and_no_hang(what: str) -> None:
     done = run_to_end(
         command("concurrency_worker.py", what),
-        # On GPUs: the session's own process may hold most of their memory.
+        # On GPUs the session's own process may hold most of their memory.
         env=environment(XLA_PYTHON_CLIENT_PREALLOCATE="false"),
         timeout=TIMEOUT_S,
     )

@@ -1,4 +1,4 @@
-"""Layers and jax_ep.sharded under a jax.set_mesh of another mesh than their own."""
+"""Layers and jax_ep.sharded under a jax.set_mesh with another mesh than their own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_sharded_under_another_mesh(mesh, ep, jitted):
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_layers_under_another_mesh(mesh, kind, jitted):
-    """Made, called and differentiated there, with the results of no context."""
+    """Made, called and differentiated there, results equal those without a context."""
     nnx = pytest.importorskip("flax.nnx")
     import jax_ep.flax
     import jax_ep.flax.linen

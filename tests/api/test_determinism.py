@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def program(ep: Any, mesh: Any, gpu: bool) -> Any:
-    """All a layer gives, each rank behind work of the length that `delays` says."""
+    """All results of a layer; `delays` says how much work each rank does before it."""
 
     def late(x: Any, trips: Any) -> Any:
         size = 512 if gpu else 48
@@ -65,12 +65,12 @@ def check_same_bytes(mesh: Any, changes: dict[str, Any], times: int, gpu: bool) 
         operands = [helpers.put(mesh, part) for part in vars(inputs).values()]
 
         def results(longest: int) -> Any:
-            # Half of the ranks not at all, the others by any number of products.
+            # Half of the ranks are not delayed, the others by any number of products.
             trips = rng.integers(-longest, longest + 1, (mesh.size, 3)).clip(0)
             return run(*operands, helpers.put(mesh, [trips.astype(np.int32)]))
 
         def noise() -> None:
-            # Threads of the host come and go as well.
+            # Host threads are delayed as well.
             choose = random.Random(8)
             while not stop.wait(choose.random() / 300):
                 time.sleep(choose.random() / 1000)

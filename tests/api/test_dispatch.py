@@ -18,7 +18,7 @@ from support import helpers, oracle
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape and routing; `config` are changes of helpers.make_config."""
+    """One shape and routing; `config` has changes to helpers.make_config."""
 
     name: str
     ranks: int
@@ -31,7 +31,7 @@ class Case:
 CASES = [
     *[Case(f"ranks{r}", r) for r in (1, 2, 3, 4, 6, 8)],
     *[Case(d, 4, {"dtype": d}, n=7) for d in ("bfloat16", "float16", "float32")],
-    # 16 bytes is the least row: 8 halves or 4 floats.
+    # The smallest row is 16 bytes: 8 16-bit elements or 4 floats.
     Case("hidden_edge_bf16", 4, {"hidden_size": 8}),
     Case("hidden_edge_f16", 2, {"hidden_size": 8, "dtype": "float16"}),
     Case("hidden_edge_f32", 8, {"hidden_size": 4, "dtype": "float32"}),
@@ -111,7 +111,7 @@ def test_cases_reach_their_corners() -> None:
 
 
 def test_oracle_by_hand() -> None:
-    """A routing worked out on paper keeps the oracle itself honest."""
+    """Checks the oracle itself with a routing that was worked out by hand."""
     config = helpers.make_config(
         num_experts=4,
         top_k=2,
@@ -127,8 +127,8 @@ def test_oracle_by_hand() -> None:
     first, last = oracle.dispatch(config, tokens, ids)
     assert first.row_offsets.tolist() == [0, 0, 0]
     assert first.num_invalid.tolist() == [0]
-    # Expert 2: rank 0 tokens 0 (k 1) and 1, rank 1 token 0, one padding row. Expert 3:
-    # three rows from row 4 on, of which N = 5 leaves one.
+    # Expert 2: rank 0's tokens 0 (k 1) and 1, rank 1's token 0, and one padding row.
+    # Expert 3: three rows from row 4 on, of which N = 5 leaves one.
     assert last.row_offsets.tolist() == [0, 4, 5]
     assert last.expert_counts.tolist() == [3, 3]
     assert last.num_dropped.tolist() == [2]
@@ -238,7 +238,7 @@ def test_weights_default_and_keyword() -> None:
 
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_no_token(alignment: int) -> None:
-    """n = 0 of a rank, and combine back to it. Global arrays of size 0 fail in XLA."""
+    """n = 0 on a rank, with the combine. Global arrays of size 0 fail in XLA."""
     mesh = helpers.make_mesh(4)
     config = helpers.make_config(expert_alignment=alignment)
     ep = helpers.make_ep(mesh, config)

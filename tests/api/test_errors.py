@@ -1,4 +1,4 @@
-"""Bad input while tracing: what is raised, what it says, and that all else goes on."""
+"""Bad input while tracing: the error, its message, and that everything else works."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config(mesh, name: str) -> None:
-    """Seen by EPConfig itself, or at the latest by init."""
+    """EPConfig itself, or at the latest init, notices the error."""
     changes, *words = CONFIGS[name]
     with raises() as caught:
         jax_ep.init(mesh, "ep", helpers.make_config(**changes))
@@ -183,7 +183,7 @@ def test_config_types(changes) -> None:
 
 
 def test_errors_of_others_keep_their_words() -> None:
-    """Those of a user's function inside a layer, even if they look like ours."""
+    """Also errors of a user's function in a layer, even if they look like jax_ep's."""
     words = "jax_ep.mine: not ours; leave it"
     with pytest.raises(ValueError, match=f"^{words}$"), told_of("flax.MoE"):
         raise ValueError(words)
@@ -223,7 +223,7 @@ def test_init_unknown_transport(mesh) -> None:
 
 @pytest.mark.parametrize("transport", ["p2p", "shmem"])
 def test_init_transport_without_gpu(transport: str) -> None:
-    """CPU devices, also where there are GPUs as well."""
+    """CPU devices are refused, even if there are GPUs as well."""
     devices = np.array(jax.devices("cpu")[:RANKS])
     mesh = Mesh(devices, ("ep",), axis_types=(AxisType.Auto,))
     with raises() as caught:

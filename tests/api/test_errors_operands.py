@@ -154,6 +154,6 @@ def test_combine_of_a_changed_route(mesh, ep, table: str, change, words: str) ->
 
 
 def test_good_operands_trace(mesh, ep) -> None:
-    """What the two tables above change is otherwise accepted."""
+    """The operands that the two tables above change are otherwise accepted."""
     trace(mesh, dispatch_of(ep), operands(ep))
     trace(mesh, combine_of(ep), operands(ep))

@@ -1,4 +1,4 @@
-"""expert_of_row: the group of every row, and what it is refused for."""
+"""expert_of_row: the group of every row, and arguments that are refused."""
 
 from __future__ import annotations
 

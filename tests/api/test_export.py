@@ -39,7 +39,7 @@ np.savez(folder / "results.npz", *results)
 
 
 def mapped(ep, mesh):
-    """Experts that differ from rank to rank, between dispatch and combine in halves."""
+    """Experts that differ by rank, between a dispatch and a combine in halves."""
 
     def body(x, ids, weights):
         d = jax_ep.dispatch(ep, x, ids, weights)
@@ -113,7 +113,7 @@ def test_targets_are_those_of_the_native_modules():
 
 @pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
 def test_export_for_gpus_that_are_not_here(platforms):
-    """The programs of `collective` name no devices."""
+    """Programs of `collective` do not refer to devices."""
     mesh = helpers.make_mesh(helpers.some_ranks(RANKS))
     config = helpers.make_config(dtype="float32", pending_calls=1)
     rng = np.random.default_rng(1)

@@ -54,7 +54,7 @@ def test_attributes(mesh) -> None:
         assert ep.dev_ptrs.dtype == np.uint64
         assert ep.dev_ptrs.shape == (local, 2, 3)
         if ep.transport == "collective":
-            # This transport has no buffers of its own.
+            # This transport does not have its own buffers.
             assert ep.buffer_bytes == 0
             assert not ep.dev_ptrs.any()
         else:
@@ -86,7 +86,7 @@ def test_auto_transport(mesh) -> None:
     ],
 )
 def test_my_rank(axis, expected) -> None:
-    """my_rank follows the local devices in the mesh's order."""
+    """my_rank has the local devices' ranks in the mesh's order."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 4}, order=range(7, -1, -1))
     ep = helpers.make_ep(mesh, helpers.make_config(), axis)
     np.testing.assert_array_equal(ep.my_rank, list(expected))
@@ -127,7 +127,7 @@ def test_config_is_frozen_and_hashable() -> None:
 
 
 def test_identity(mesh) -> None:
-    """Handles of equal content are different things, and hashable static ones."""
+    """Handles of equal content are different, hashable and static."""
     first, second = helpers.init(mesh), helpers.init(mesh)
     assert first != second
     assert len({first, second, first}) == 2
@@ -144,7 +144,7 @@ def test_identity(mesh) -> None:
 
 
 def test_keys(mesh) -> None:
-    """Equal content differs by instance; other content differs anyway."""
+    """Keys of equal content differ by instance, and those of other content anyway."""
     other_mesh = helpers.make_mesh(
         mesh.size, order=[*range(1, mesh.size), 0] if mesh.size > 1 else None
     )
@@ -159,13 +159,13 @@ def test_keys(mesh) -> None:
     keys = [route_key(ep, m) for ep, m in eps]
     assert len(set(keys)) == len(keys)
     assert [route_key(ep, m) for ep, m in eps] == keys
-    # A closed handle's instance number is not given again.
+    # A closed handle's instance number is not reused.
     eps[0][0].close()
     assert route_key(helpers.init(mesh), mesh) not in keys
 
 
 def test_two_handles_of_equal_content(mesh) -> None:
-    """Interleaved, in one program and in several, each right."""
+    """Both give right results, interleaved in one program and in several."""
     first, second = helpers.init(mesh, top_k=2), helpers.init(mesh, top_k=2)
     inputs, args = operands(first, mesh, 1)
     others, more = operands(second, mesh, 2)
@@ -193,10 +193,10 @@ def test_close(mesh) -> None:
     ep.close()
     ep.close()
     if ep.transport == "collective":
-        # It carries all it needs inside the compiled program.
+        # The compiled program contains all that it needs.
         helpers.assert_dispatched(ep.config, run(*args), inputs)
     else:
-        # On every rank alike, so that nobody waits; and again, not only once.
+        # On every rank, so that none waits, and every time, not only once.
         for _ in range(2):
             with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
                 jax.block_until_ready(run(*args))
@@ -239,7 +239,7 @@ def test_unused_handle_is_collected(mesh) -> None:
 
 
 def test_large_default_capacity_warns(mesh) -> None:
-    """Over 1 GB of rows: init names the size before anybody allocates it."""
+    """For over 1 GB of rows init names the size before it is allocated."""
     config = helpers.make_config(
         num_experts=64, top_k=32, hidden_size=7168, max_tokens_per_rank=8192
     )
@@ -261,8 +261,8 @@ def worker(*args: str, env: dict[str, str] | None = None) -> dict:
 
 
 def test_persistent_cache_of_another_version(mesh, monkeypatch) -> None:
-    """Its programs hold another key, so none of them is found."""
-    changes = {"timeout_s": 98.5}  # nobody else's, whose keys are drawn again
+    """Programs of another version have another key, so that none is found."""
+    changes = {"timeout_s": 98.5}  # used only here, as this reuses keys
     config, texts = helpers.make_config(**changes), []
     for version in (ffi.native.WIRE_VERSION, ffi.native.WIRE_VERSION + 1):
         monkeypatch.setattr(ffi.native, "WIRE_VERSION", version)
@@ -278,7 +278,7 @@ def test_persistent_cache_of_another_version(mesh, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_persistent_cache(tmp_path) -> None:
-    """A program from the cache meets the group of its own content, or is not found."""
+    """A program from the cache uses a group of its own content, or is not found."""
     env = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
     first, second = worker("plain", env=env), worker("plain", env=env)
     assert first["key"] == second["key"]
@@ -286,16 +286,16 @@ def test_persistent_cache(tmp_path) -> None:
     assert second["right"]
     assert first["hits"] == 0
     assert second["hits"] > 0
-    # Other handles come first, so that counters and addresses of all kinds differ.
+    # Other handles are opened first, so that all counters and addresses differ.
     shifted = worker("shifted", env=env)
     assert shifted["right"]
     assert shifted["key"] == first["key"]
     assert shifted["hits"] > 0
-    # The second handle of that content: another key, so nothing of the first's is hit.
+    # A second handle of that content has another key, so nothing of the first is hit.
     twin = worker("twin", env=env)
     assert twin["right"]
     assert twin["key"] != first["key"]
-    # A config of equal shapes: its programs are other ones in the same cache.
+    # A config of equal shapes has different programs in the same cache.
     other = worker("other", env=env)
     assert other["right"]
     assert other["key"] not in (first["key"], twin["key"])

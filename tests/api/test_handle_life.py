@@ -1,6 +1,6 @@
-"""Handles at the edges of their life: fork, pickling, collection, exit of the process.
+"""Lifetimes of handles: fork, pickling, garbage collection, exit of the process.
 
-What could take the session with it runs in handle_life_worker.py.
+What could end the session runs in handle_life_worker.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def mesh():
     return helpers.make_mesh(helpers.some_ranks(2))
 
 
-# What C++, glibc or Python says when Python before 3.14 ends a daemon thread in the
-# middle of C++, as it does with one that calls any jitted function when the interpreter
-# exits. Nobody says anything where a destructor of jaxlib's then misses the thread's
-# Python state. Programs without jax_ep end so too.
+# What C++, glibc or Python prints when Python before 3.14 ends a daemon thread in the
+# middle of C++, as it does when the interpreter exits during a call of any jitted
+# function. Nothing is printed if a jaxlib destructor then misses the thread's Python
+# state. Programs without jax_ep end in the same way.
 ENDED_THREAD = (
     "terminate called without an active exception",
     "FATAL: exception not rethrown",
@@ -43,7 +43,7 @@ ENDED_THREAD = (
 
 
 def worker(scenario: str, *, may_end_threads: bool = False) -> list[str]:
-    """The lines that the scenario prints; it must end well, and within its time."""
+    """The lines that the scenario prints; it must succeed within its time limit."""
     env = environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     if helpers.TRANSPORT == "collective":
         env["JAX_PLATFORMS"] = "cpu"
@@ -74,7 +74,7 @@ def test_no_second_one(mesh) -> None:
 
 
 def test_config_and_results_pickle(mesh) -> None:
-    """A config makes the same handle elsewhere; results are data, and still serve."""
+    """An unpickled config makes the same handle, and unpickled results can be used."""
     with helpers.init(mesh) as ep:
         assert pickle.loads(pickle.dumps(ep.config)) == ep.config
         inputs = helpers.make_inputs(
@@ -99,7 +99,7 @@ def test_config_and_results_pickle(mesh) -> None:
 
 @pytest.mark.slow
 def test_forked_child() -> None:
-    """Copies there refuse to be used, and so does init; the parent's are left alone."""
+    """A forked child's copies and its init raise errors; the parent's handles work."""
     lines = worker("fork")
     child = [line for line in lines if line.startswith("child: ")]
     assert len(child) == 4, lines
@@ -111,7 +111,7 @@ def test_forked_child() -> None:
 
 @pytest.mark.slow
 def test_forked_child_of_a_process_without_handles() -> None:
-    """What the fork itself notes: init has not run there to see it."""
+    """The fork itself is recorded, as no init ran before it."""
     child, parent = worker("fork_early")
     assert re.match("child: jax_ep.init: .*forked from process", child), child
     assert parent == "parent right"
@@ -125,13 +125,13 @@ def test_collected_in_any_order() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "thread", "error", "closing"])
 def test_exit_with_calls_in_flight(how: str) -> None:
-    """The interpreter goes while calls run: no hang, no crash, the right status."""
+    """The interpreter exits while calls run: no hang, no crash, the right status."""
     assert worker(f"exit_{how}", may_end_threads=how == "thread")[-1] == "leaving"
 
 
 @pytest.mark.parametrize("changes", [{}, {"key": 7}])
 def test_no_twins(mesh, changes: dict) -> None:
-    """A second handle of a group could close it under the first one."""
+    """A second handle of the same group is refused, as it could close the first's."""
     with helpers.init(mesh) as ep:
         with pytest.raises(TypeError) as caught:
             dataclasses.replace(ep, **changes)
@@ -161,7 +161,7 @@ def test_attributes_stay(mesh) -> None:
 
 
 def test_closed_handle_of_eager_calls_is_collected(mesh) -> None:
-    """Its programs are its own, and JAX keeps what they were traced to."""
+    """Its eager programs belong to it, although JAX caches what they trace to."""
     ep = helpers.init(mesh)
     inputs = helpers.make_inputs(np.random.default_rng(0), ep.config, mesh.size)
     operands = [helpers.put(mesh, part) for part in vars(inputs).values()]

@@ -1,4 +1,4 @@
-"""What `import jax_ep` does to a process: threads, environment, the time it takes."""
+"""What `import jax_ep` does to a process: threads, environment, time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax_ep
 from jax_ep._setup import runtime
 from support.launch import run_to_end
 
-# The package that this process has imported, whatever lies in the current folder.
+# Imports the package that this process uses, whatever is in the current folder.
 SAME = {
     "PYTHONSAFEPATH": "1",
     "PYTHONPATH": str(pathlib.Path(jax_ep.__file__).parent.parent),
@@ -33,7 +33,7 @@ def python(program: str, **env: str) -> str:
 
 
 def test_hints_of_the_public_functions_resolve() -> None:
-    """As what checks types at run time reads them."""
+    """Run-time type checkers can read them."""
     for module in (jax_ep, jax_ep.formats, jax_ep.sharded, jax_ep.stats):
         for value in vars(module).values():
             if inspect.isfunction(value) and value.__module__.startswith("jax_ep"):
@@ -62,13 +62,13 @@ MANY = 'jax.config.update("jax_num_cpu_devices", 8)'
 
 
 def threads(devices: str = MANY, order: str = "jax_ep, jax", **env: str) -> int:
-    """XLA's CPU threads, once its backend has started; the environment stays."""
+    """How many CPU threads XLA's backend starts; the environment must not change."""
     return int(python(THREADS.format(order=order, devices=devices), **env))
 
 
 @pytest.mark.parametrize("order", ["jax_ep, jax", "jax, jax_ep"])
 def test_room_for_8_devices(order: str) -> None:
-    """On any machine, whichever of the two is imported first."""
+    """On any machine, whichever of jax and jax_ep is imported first."""
     assert threads(order=order) >= 32
     flags = "--xla_force_host_platform_device_count=16"
     assert threads("", order, XLA_FLAGS=flags) >= 64
@@ -81,7 +81,7 @@ def test_one_device_needs_no_room() -> None:
 def test_keeps_a_larger_nproc() -> None:
     assert threads(NPROC="200") == 200  # XLA takes up to 256
     assert threads(NPROC="3") >= 32
-    # Digits to Python, and no number.
+    # Python takes these for digits, but not for a usable number.
     assert threads(NPROC="\u00b2") >= 32
     assert threads(NPROC="1" * 5000) >= 32
 
@@ -103,15 +103,15 @@ print([str(w.message) for w in caught])
 
 @pytest.mark.skipif((os.cpu_count() or 1) > 8, reason="the pool is large by itself")
 def test_warns_when_too_late() -> None:
-    """The backend has its threads already: init says that runs in flight can hang."""
-    assert python(LATE).count("NPROC=") == 1  # of two
+    """If the backend already has its threads, init warns that runs can hang."""
+    assert python(LATE).count("NPROC=") == 1  # for two inits
     early = LATE.replace("jax.devices()\nimport jax_ep", "import jax_ep")
     assert early != LATE
     assert python(early).strip() == "[]"
 
 
 def test_warns_each_time_where_warnings_are_errors(monkeypatch) -> None:
-    """What was raised was not taken note of: init failed, and will be called again."""
+    """A raised warning does not count as given: init failed and is called again."""
     monkeypatch.setattr(runtime, "_warned", False)
     for _ in range(2):
         with pytest.raises(RuntimeWarning, match="CPU pool must have at least 16"):
@@ -123,16 +123,16 @@ def test_warns_each_time_where_warnings_are_errors(monkeypatch) -> None:
 
 
 def test_import_time(tmp_path: pathlib.Path) -> None:
-    """At most a tenth of jax's own, some 50 ms, once there is bytecode of both.
+    """At most a tenth of jax's own time, some 50 ms, once both have bytecode.
 
-    CPU time against CPU time, and the best of several runs: a slow or busy machine
-    changes both alike.
+    Compares CPU times, the best of several runs, as a slow or busy machine changes
+    both alike.
     """
     program = (
         "import sys\nfrom time import process_time as now\n"
         "start = now()\nimport jax\n"
-        # Of whatever jax_ep imports, also where its own folder has none: the first run
-        # compiles it.
+        # Bytecode of all that jax_ep imports, even if its own folder has none: the
+        # first run compiles it.
         f"sys.pycache_prefix, sys.dont_write_bytecode = {str(tmp_path)!r}, False\n"
         "middle = now()\nimport jax_ep\n"
         "print((now() - middle) / (middle - start))"

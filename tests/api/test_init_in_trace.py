@@ -1,4 +1,4 @@
-"""jax_ep.init where JAX traces: at once, in no program; shared handles; Ctrl-C."""
+"""jax_ep.init during a trace: it runs at once, outside; shared handles; Ctrl-C."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_init_under_transformations(mesh, name):
 
 
 def test_init_inside_shard_map(mesh):
-    """Traced and called there: the handle is of the mesh, not of the trace."""
+    """Called inside a trace, init gives a handle of the mesh, not of the trace."""
     made = []
 
     def body(x, ids):
@@ -107,7 +107,7 @@ def test_mesh_of_set_mesh_inside_jit(mesh):
 
 
 def test_errors_come_from_inside_a_trace(mesh):
-    """As they are raised outside of one."""
+    """Errors are the same as outside of a trace."""
 
     def traced(x):
         init(mesh, num_experts=mesh.size + 1, top_k=1)
@@ -121,7 +121,7 @@ def test_errors_come_from_inside_a_trace(mesh):
 
 
 def test_shared_handle(mesh):
-    """One for equal arguments, whoever asks for it, in a trace or not."""
+    """Equal arguments get one handle, whoever requests it, in a trace or not."""
     config = helpers.make_config(expert_alignment=2)
 
     def shared(**changes):
@@ -171,14 +171,14 @@ def interrupt_soon(before) -> None:
 
 @pytest.fixture
 def interrupts():
-    """Whoever starts tests in the background may have had Ctrl-C ignored."""
+    """Enables Ctrl-C, which a shell may ignore for tests in the background."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
 
 
 def test_interrupt_gets_through(interrupts):
-    """And to what waits, which can then leave word to other processes."""
+    """An interrupt also reaches waiting code, which can then tell other processes."""
     begun, told = threading.Event(), []
 
     def waits() -> None:
@@ -200,7 +200,7 @@ def test_interrupt_gets_through(interrupts):
 
 
 def test_interrupt_of_what_does_not_listen(interrupts, monkeypatch):
-    """A call in C that goes on does not hold up the caller."""
+    """A C call that goes on does not block the caller."""
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
     begun, end = threading.Event(), threading.Event()
 

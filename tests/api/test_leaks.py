@@ -1,6 +1,6 @@
-"""Handles and calls by the thousand leave nothing behind; in a process of its own.
+"""Thousands of handles and calls leave nothing behind; in a separate process.
 
-How much the windows of p2p take is in test_p2p_faults.py.
+test_p2p_faults.py checks the memory of p2p's windows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from benchmarks.soak import memory as host_memory
 from support import compare_transports, gpus, helpers
 
 MB = 2**20
-# Allocated and not freed, a cycle. JAX keeps about 100 of a call at first (as many of
-# one without jax_ep), and some 4 kB of each program that it compiles, of which ep_init
-# is one; for GPUs it keeps more.
+# Bytes allocated and not freed per cycle. JAX keeps about 100 per call at first (as
+# many for one without jax_ep), and some 4 kB of each program that it compiles, such as
+# ep_init; for GPUs it keeps more.
 FEW_BYTES = {"calls": 300, "programs": 200_000, "groups": 4, "handles": 10_000}
 if helpers.TRANSPORT != "collective":
     FEW_BYTES |= {"calls": 500, "handles": 40_000}
 
 
-# A GPU's free memory is that of all processes: others' tests take hundreds of MB.
+# All processes share a GPU's free memory, and others' tests take hundreds of MB.
 @pytest.mark.slow
 @pytest.mark.exclusive
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_windows_a_thousand_times() -> None:
     env = {"JAX_EP_TEST_TRANSPORT": "p2p"}
     found = gpus.run_worker("leaks_worker.py", "groups", timeout=600, **env)
     assert found["cycles"] == 1000
-    # A lost window would take 2 MB a time.
+    # Lost windows would take 2 MB each.
     assert found["device_lost"] < 64 * MB, found
     assert found["bytes_a_cycle"] < 2000, found
     assert found["handles_left"] <= 1, found
 
 
 def test_what_is_not_freed_is_counted() -> None:
-    """Large blocks and small ones; what was freed is not, wherever it lies."""
+    """Large and small blocks are counted, but not freed ones, wherever they are."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     start = host_memory.in_use()
@@ -60,7 +60,7 @@ def test_what_is_not_freed_is_counted() -> None:
     blocks = [libc.malloc(size) for size in (1500, MB) for _ in range(200)]
     kept = 200 * (1500 + MB)
     held = host_memory.in_use()
-    # Gaps between what is kept: freed, and still the process's.
+    # Gaps between kept blocks are free, but still belong to the process.
     for block in blocks[::2]:
         libc.free(block)
     left = host_memory.in_use()

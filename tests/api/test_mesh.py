@@ -18,7 +18,7 @@ KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=
 
 
 def check(mesh, axis, spec, groups, config=None) -> None:
-    """dispatch and combine on every group of a mesh; position = index along `spec`."""
+    """dispatch and combine are right on all groups; positions are along `spec`."""
     config = config or helpers.make_config()
     ep = helpers.make_ep(mesh, config, axis)
     assert ep.ep_size == len(groups[0])
@@ -53,13 +53,13 @@ def test_one_axis(kind: AxisType) -> None:
 @KINDS
 @pytest.mark.parametrize("order", [range(7, -1, -1), (3, 0, 6, 1, 7, 2, 5, 4)])
 def test_permuted_devices(order, kind: AxisType) -> None:
-    """The rank is the place in the mesh, whatever the device's ordinal."""
+    """A rank is a device's place in the mesh, whatever its ordinal."""
     mesh = helpers.make_mesh(8, order=order, kind=kind)
     check(mesh, "ep", P("ep"), [range(8)])
 
 
 def test_part_of_the_devices() -> None:
-    """A mesh of later devices only: no rank has its own number as ordinal."""
+    """A mesh of only later devices: no rank equals its device's ordinal."""
     if jax.device_count() < 3:
         pytest.skip("needs 3 devices")
     if helpers.IN_PROCESSES and helpers.TRANSPORT == "shmem":
@@ -83,7 +83,7 @@ def test_independent_groups(axis: str, kind: AxisType) -> None:
 @KINDS
 @pytest.mark.parametrize("axes", [("dp", "ep"), ("ep", "dp")])
 def test_tuple_of_axes(axes: tuple[str, str], kind: AxisType) -> None:
-    """The group is the product of the axes, the first one named being the slowest."""
+    """The group is the product of the axes, of which the first is the slowest."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 4}, kind=kind)
     check(mesh, axes, P(axes), [range(8)])
 
@@ -98,7 +98,7 @@ def test_tuple_beside_another_axis() -> None:
 
 @pytest.mark.parametrize("axis", ["ep", ("ep", "dp")])
 def test_gradient_over_tuple_axes_and_groups(axis) -> None:
-    """check_vma typing holds where tokens also vary over another axis."""
+    """check_vma's types are right if tokens also vary over another axis."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
     config = helpers.make_config(dtype="float32")
     ep = helpers.make_ep(mesh, config, axis)
@@ -154,7 +154,7 @@ def test_eager() -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_results_vary_over_the_axes(check_vma: bool) -> None:
-    """A psum of each result is accepted and right under both settings."""
+    """A psum of each result is accepted and right with both settings."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
     config = helpers.make_config()
     ep = helpers.make_ep(mesh, config)
@@ -176,9 +176,10 @@ def test_results_vary_over_the_axes(check_vma: bool) -> None:
 
 
 def there_and_back(mesh, ep):
-    """Sums of y and its gradient, where a shard_map leaves other axes to XLA.
+    """Sums of y and its gradient in a shard_map that leaves other axes to XLA.
 
-    Of ones that each go to one expert, as a share of what they should be.
+    All tokens are ones and go to one expert. Returns the sums relative to their
+    expected values.
     """
     config = ep.config
     x = np.ones((4, config.hidden_size), config.dtype)
@@ -199,7 +200,7 @@ def there_and_back(mesh, ep):
 
 @KINDS
 def test_axes_of_one_need_not_be_manual(kind: AxisType, recwarn) -> None:
-    """XLA gathers nothing over them, whatever they are called."""
+    """XLA gathers nothing over axes of size 1, whatever their names are."""
     mesh = helpers.make_mesh(helpers.fit({"dp": 1, "ep": 2}), kind=kind)
     with helpers.init(mesh, dtype="float32") as ep:
         assert there_and_back(mesh, ep) == [1, 1]
@@ -221,7 +222,7 @@ def test_axes_that_are_not_manual_are_named(kind: AxisType) -> None:
 
 
 def test_devices_that_are_not_there(monkeypatch) -> None:
-    """Those of a topology description: no handle can be opened on them."""
+    """No handle can be opened on the devices of a topology description."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     others = jax.devices()[mesh.size :]
     for found in (lambda _: others, lambda _: (_ for _ in ()).throw(RuntimeError())):

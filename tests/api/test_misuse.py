@@ -1,4 +1,4 @@
-"""Wrong use of handles, and bad ids at run time: errors that leave all else working."""
+"""Wrong use of handles and bad ids at run time: errors, after which all else works."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_inside_shard_map_of_other_axes(ep) -> None:
 
 
 def test_axis_of_another_size(ep) -> None:
-    """The same axis name over a mesh that the handle was not made for."""
+    """The axis has the same name, but the handle was made for another mesh."""
     mesh = helpers.make_mesh(2 if ep.ep_size != 2 else 1)
     _, (x, ids, w) = arrays(ep, mesh)
     with raises() as caught:
@@ -64,7 +64,7 @@ def test_axis_of_another_size(ep) -> None:
 
 @pytest.mark.parametrize("twin", [True, False])
 def test_route_of_another_handle(mesh, ep, twin: bool) -> None:
-    """Also of a handle of equal content: its buffers are others."""
+    """Also from a handle of equal content, which has other buffers."""
     config = ep.config if twin else helpers.make_config(top_k=1)
     other = jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT)
     _, (x, ids, w) = arrays(other, mesh)
@@ -81,7 +81,7 @@ def test_route_of_another_handle(mesh, ep, twin: bool) -> None:
 
 
 def test_stale_route(mesh) -> None:
-    """Newer dispatches leave an old route good; its handle's end does not."""
+    """An old route is valid after newer dispatches, but not after its handle closes."""
     handle = helpers.init(mesh)
     inputs, operands = arrays(handle, mesh, 1, fill=helpers.normal)
     _, newer = arrays(handle, mesh, 2, fill=helpers.normal)
@@ -134,7 +134,7 @@ def test_closed(mesh) -> None:
 
 @pytest.mark.parametrize("value", [-2, 24, 1000, helpers.INT_MIN, helpers.INT_MAX])
 def test_check_names_the_first_invalid_id(mesh, value: int) -> None:
-    """ep.check() gives rank, token, k and value, and other handles' do not."""
+    """ep.check() names rank, token, k and value; check() of other handles does not."""
     config = helpers.make_config(recv_capacity=17)
     with jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT) as ep:
         inputs, operands = arrays(ep, mesh)
@@ -153,7 +153,7 @@ def test_check_names_the_first_invalid_id(mesh, value: int) -> None:
         message = str(caught.value)
         for what in (f"rank {rank}", "token 5", "k 1", f"got {value}"):
             assert re.search(rf"\b{what}\b", message), message
-        # The handle itself goes on too: nothing of a call was lost.
+        # The handle itself also works: the call lost nothing.
         helpers.assert_dispatched(config, run(*operands), arrays(ep, mesh)[0])
 
 

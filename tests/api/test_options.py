@@ -20,7 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "aligned": {"expert_alignment": 8},
     "cut": {"recv_capacity": 13},
-    # Fewer rows than tokens: the shared expert's are cut too.
+    # Fewer rows than tokens, so that the shared expert's are cut, too.
     "cut_short": {"recv_capacity": 5, "expert_alignment": 4},
     "free_tail": {"zero_tail": False, "expert_alignment": 4},
     "float32": {"dtype": "float32", "combine_dtype": "bfloat16"},
@@ -30,7 +30,7 @@ wide = functools.partial(helpers.normal, spread=6)
 
 
 def check(config: Any, ranks: int, rng: Any, fill: Any = wide, **made: Any) -> None:
-    """A dispatch and a combine of other rows along its route, bit for bit."""
+    """Checks a dispatch and a combine of other rows along its route, bit for bit."""
     mesh = helpers.make_mesh(ranks)
     ep = helpers.make_ep(mesh, config)
     assert ep.recv_capacity == oracle.capacity(config, ranks)
@@ -61,7 +61,7 @@ def test_matches_oracle(mode: str, shape: str) -> None:
 @pytest.mark.parametrize(("ranks", "n"), [(1, 2), (3, 7), (8, 1), (8, 7)])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_ranks_and_tokens(mode: str, ranks: int, n: int) -> None:
-    """Also tokens that do not split evenly over the ranks, and fewer than ranks."""
+    """Also with tokens that do not split evenly over ranks, or fewer than ranks."""
     config = helpers.make_config(**options.MODES[mode])
     check(config, ranks, np.random.default_rng(ranks * 8 + n), n=n)
 
@@ -69,7 +69,7 @@ def test_ranks_and_tokens(mode: str, ranks: int, n: int) -> None:
 @pytest.mark.parametrize(("world", "n"), [(1, 5), (2, 7), (2, 8), (4, 6)])
 @pytest.mark.parametrize("mode", ["local", "local_shared", "local_shared_source"])
 def test_smaller_allreduce_worlds(mode: str, world: int, n: int) -> None:
-    """Each of the worlds has tokens of its own, and its ranks split them."""
+    """Each world has its own tokens, which its ranks split."""
     changes = options.MODES[mode] | {"allreduce_world_size": world}
     config = helpers.make_config(**changes, expert_alignment=4)
     check(config, 4, np.random.default_rng(world * 8 + n), n=n)
@@ -86,7 +86,7 @@ def test_masked_tokens(mode: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", options.MODES)
 def test_values(mode: str) -> None:
-    """Infinities, NaNs, denormals; duplicates, also more than there are experts."""
+    """Infinities, NaNs and denormals; duplicates, also more than experts."""
     config = helpers.make_config(**options.MODES[mode], num_experts=8)
     rng = np.random.default_rng(3)
     with np.errstate(all="ignore"):
@@ -120,7 +120,7 @@ def test_no_token(mode: str) -> None:
 @pytest.mark.parametrize("axes", ["ep", ("ep", "dp")])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_meshes(mode: str, axes: Any, check_vma: bool) -> None:
-    """Groups beside each other, and one over two axes in another order."""
+    """Several groups, and one group over two axes in another order."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
     config = helpers.make_config(**options.MODES[mode])
     ep = helpers.make_ep(mesh, config, axes)
@@ -220,7 +220,7 @@ def test_invalid_ids_are_reported_as_they_were(mode: str, value: int) -> None:
         inputs = options.make_inputs(np.random.default_rng(6), ep.config, 4)
         inputs.ids[0][3, 1] = value
         helpers.run_dispatch(ep, mesh, inputs)
-        # A process knows of its own devices; without an exchange all have these ids.
+        # A process knows only its own devices; without an exchange all have these ids.
         told = [
             rank
             for rank, device in enumerate(mesh.devices.flat)
@@ -240,7 +240,7 @@ def test_invalid_ids_are_reported_as_they_were(mode: str, value: int) -> None:
 
 @pytest.mark.parametrize("mode", ["local", "local_source"])
 def test_partial_sums_are_the_whole(mode: str) -> None:
-    """psum of what the ranks return is what ranks that exchange would have got."""
+    """The psum of the ranks' results equals the result with an exchange."""
     mesh = helpers.make_mesh(4)
     config = helpers.make_config(**options.MODES[mode], dtype="float32")
     ep = helpers.make_ep(mesh, config)

@@ -1,4 +1,4 @@
-"""What the options refuse, and what init makes of them."""
+"""What the options refuse, and how init handles them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.errors import check_form, raises
 
 
 def trace(ep: Any, mesh: Any, **given: Any) -> None:
-    """A dispatch and a combine of 4 tokens a rank with these keywords."""
+    """Traces a dispatch and a combine of 4 tokens per rank with these keywords."""
     config = ep.config
 
     def body(x: Any, ids: Any) -> Any:
@@ -56,7 +56,7 @@ def test_combine(mode: str, given: Any, words: Any) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_default_capacity(alignment: int) -> None:
-    """T = 8 tokens, K = 3, L = 12 or 1 experts on each of 2 or 24 ranks."""
+    """T = 8 tokens, K = 3, and L = 12 or 1 experts on each of 2 or 24 ranks."""
     for ranks, fewest in ((2, 3), (24, 1)):
         local, padding = 24 // ranks, alignment - 1
         plain = ranks * 8 * fewest + local * padding
@@ -84,7 +84,7 @@ def test_sizes_of_a_handle() -> None:
         changes = changes | {"allreduce_world_size": 4}
         ep = helpers.make_ep(mesh, helpers.make_config(**changes))
         assert (ep.groups, ep.route_ranks, ep.local_experts) == (groups, ranks, 6)
-        # What exchanges nothing has no windows.
+        # Without an exchange there are no windows.
         windows = helpers.TRANSPORT == "p2p" and ranks > 1
         assert (ep.buffer_bytes > 0) == windows
 

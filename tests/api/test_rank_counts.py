@@ -32,7 +32,7 @@ def make(ranks: int, dtype: str):
 
 
 def expert_rows(config, inputs) -> list[np.ndarray]:
-    """Outputs of the experts: each row is a function of token and expert alone."""
+    """Outputs of the experts: each row depends only on its token and expert."""
     results = []
     for out in oracle.dispatch(config, inputs.tokens, inputs.ids, inputs.weights):
         rows = np.full_like(out.tokens, np.nan)
@@ -48,7 +48,7 @@ def expert_rows(config, inputs) -> list[np.ndarray]:
 
 @functools.cache
 def run(ranks: int, dtype: str):
-    """All real rows in expert order, (global token, k, weight) of each, and y."""
+    """All real rows in expert order with their (global token, k, weight), and y."""
     mesh = helpers.make_mesh(ranks)
     config, inputs = make(ranks, dtype)
     ep = helpers.make_ep(mesh, config)
@@ -86,7 +86,7 @@ def test_same_rows(ranks: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_combine_within_one_rounding_a_rank(ranks: int, dtype: str) -> None:
-    """Against the exact sum: half a unit in the last place per rank and for y."""
+    """Errors are at most half a unit in the last place per rank, and for y."""
     config, inputs = make(ranks, dtype)
     rows = expert_rows(config, inputs)
     half_ulp = 2.0 ** -(8 if dtype == "bfloat16" else 24)
@@ -103,7 +103,7 @@ def test_combine_within_one_rounding_a_rank(ranks: int, dtype: str) -> None:
             float32_work[at] += np.abs(term)
         exact += partial
         roundings += half_ulp * np.abs(partial)
-    # Products and sums in float32: at most K + R + 1 roundings of the terms' size.
+    # Products and sums in float32: at most K + R + 1 roundings of terms.
     slack = (TOP_K + ranks + 1) * 2.0**-24 * float32_work
     bound = roundings + half_ulp * (np.abs(exact) + roundings) + 2 * slack
     error = np.abs(run(ranks, dtype)[3].astype(np.float64) - exact)

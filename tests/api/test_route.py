@@ -1,4 +1,4 @@
-"""dispatch along a route gives what a dispatch of these tokens would."""
+"""dispatch along a route gives the same as a dispatch of these tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def along(ep: Any, mesh: Any, weighted: bool, columns: int) -> Any:
             run = functools.partial(sent, whole)
             (rows, row_weights), pull, d = jax.vjp(run, tokens, w, has_aux=True)
             given = cotangents[:, : rows.shape[1]]
-            # The same cotangents: none of the columns that were not sent.
+            # The same cotangents, with zeros in columns that were not sent.
             given = jnp.where(jnp.arange(rows.shape[1]) < columns, given, 0)
             d = dataclasses.replace(d, route=None)
             results.append((d, pull((given.astype(rows.dtype), jnp.cos(row_weights)))))
@@ -113,7 +113,7 @@ def test_equals_a_dispatch_of_these_tokens(name: str, weighted: bool) -> None:
 
 
 def test_layer_of_two_tensors() -> None:
-    """Combined along the same route; under vmap and remat as under neither."""
+    """Combined along the same route, with and without vmap and remat."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     config = helpers.make_config(dtype="float32")
     ep = helpers.make_ep(mesh, config)

@@ -86,7 +86,7 @@ def test_spec_orders_the_ranks() -> None:
 
 
 def test_spec_leaves_an_axis_out() -> None:
-    """Tokens replicated over "tp": every position on it dispatches the same."""
+    """Tokens are replicated over "tp": every position on it dispatches the same."""
     mesh = helpers.make_mesh({"tp": 2, "ep": 2})
     config, spec = helpers.make_config(), P("ep")
     ep = helpers.make_ep(mesh, config)
@@ -105,7 +105,7 @@ def test_spec_leaves_an_axis_out() -> None:
 
 
 def test_operands_of_another_sharding() -> None:
-    """pjit code: operands that lie otherwise are moved first."""
+    """As in pjit code, operands with another sharding are moved first."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     config = helpers.make_config()
     ep = helpers.make_ep(mesh, config)
@@ -163,7 +163,7 @@ def test_errors_of_a_ranks_call_name_the_function() -> None:
 
 
 def test_errors_of_shapes_have_the_whole_one() -> None:
-    """Of batches of sequences, and of what a rank finds wrong with its part."""
+    """Also for batches of sequences, and for errors that a rank finds in its part."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     ep = helpers.make_ep(mesh, helpers.make_config())
     hidden, top_k = ep.config.hidden_size, ep.config.top_k
@@ -183,14 +183,14 @@ def test_errors_of_shapes_have_the_whole_one() -> None:
             call()
         whole = f"; {name} of all ranks is {wide.shape})"
         check_form(caught, f"sharded.{function}", name, f"(4, {2 * hidden})", whole)
-    # The next call of one program has other rows.
+    # The same program's next call has other rows.
     with raises() as caught:
         jax_ep.sharded.dispatch(ep, jnp.concatenate([wide, wide]), ids)
     check_form(caught, "sharded.dispatch", f"is {(8 * mesh.size, 2 * hidden)})")
 
 
 def test_errors_of_an_operand_that_lies_on_few_axes() -> None:
-    """A spec that leaves an axis out has fewer parts; a scale is the same on ranks."""
+    """A spec without an axis has fewer parts; a scale is equal on all ranks."""
     mesh = helpers.make_mesh({"tp": 2, "ep": 2})
     changes = {"hidden_size": 32, "dispatch_format": "nvfp4"}
     ep = helpers.make_ep(mesh, helpers.make_config(**changes))

@@ -1,4 +1,4 @@
-"""Calls in two halves: the bits and gradients of whole calls, wherever Pendings go."""
+"""Calls in halves have the bits and gradients of whole ones, wherever Pendings go."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_save_route_exchanges_nothing_twice() -> None:
 
 
 def test_two_batches_in_flight() -> None:
-    """The second batch's dispatch lies under the first's experts, and so on."""
+    """The second batch's dispatch overlaps with the first's experts, and so on."""
     s = with_halves(6, max_tokens_per_rank=4)
 
     def layer(x: Any, ids: Any, w: Any, p: Any) -> Any:
@@ -164,13 +164,13 @@ def test_two_batches_in_flight() -> None:
             )
         return jnp.concatenate([jax_ep.combine_wait(pending) for pending in back])
 
-    other = with_halves(6)  # Operands of 8 tokens a rank.
+    other = with_halves(6)  # operands of 8 tokens per rank
     other.ep = s.ep
     moe.check(other, moe.loss(s.mesh, layer), moe.dense_loss)
 
 
 def test_pending_as_a_carry() -> None:
-    """A pipelined scan: each step waits for what the step before has begun."""
+    """In a pipelined scan each step waits for what the step before has begun."""
     s = with_halves(7)
     steps = 4
 
@@ -231,7 +231,7 @@ def test_global_arrays(mode: str, kind: AxisType, jit: bool) -> None:
 
 
 def test_half_inside_half_outside() -> None:
-    """A Pending leaves shard_map, and another one takes it, with its gradient."""
+    """A Pending leaves one shard_map and enters another, with gradients."""
     s = with_halves(9)
     x, ids, w, _ = s.global_arrays()
 
@@ -264,7 +264,7 @@ def test_no_tokens() -> None:
 
 
 def test_replicated_over_other_axes() -> None:
-    """A mesh with an axis that is no EP axis, and operands equal along it."""
+    """A mesh has an axis that is not an EP axis, and operands are equal along it."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
     config = helpers.make_config(**helpers.HALVES, dtype="float32")
     ep = helpers.make_ep(mesh, config)

@@ -35,7 +35,7 @@ def operands(mesh: Any, config: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def trace(ep: Any, mesh: Any, body: Callable[..., Any]) -> Any:
-    """Types of what `body(x, ids)` returns on a rank."""
+    """The types of what `body(x, ids)` returns on a rank."""
     run = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     return jax.eval_shape(run, *operands(mesh, ep.config))
 
@@ -82,7 +82,7 @@ def test_other_handles_count_for_themselves(mesh, ep) -> None:
 
 @pytest.mark.parametrize("how", ["barrier", "jit", "remat", "dropped"])
 def test_no_false_alarm(mesh, ep, how: str) -> None:
-    """A call whose Pending this trace has lost sight of is not counted."""
+    """A call whose Pending this trace cannot see any more is not counted."""
 
     def wait(pending):
         return jax_ep.dispatch_wait(pending).tokens
@@ -104,7 +104,7 @@ def test_no_false_alarm(mesh, ep, how: str) -> None:
 
 
 def test_after_an_error_in_the_trace(mesh, ep) -> None:
-    """Pendings of a trace that failed, kept alive by its traceback, do not count."""
+    """Pendings of a failed trace, which its traceback keeps alive, do not count."""
 
     def fails(x, ids):
         pendings = [jax_ep.dispatch_async(ep, x, ids) for _ in range(2)]
@@ -217,7 +217,7 @@ def test_operands_are_checked_by_name(mesh, ep) -> None:
     ],
 )
 def test_fewer_pending_calls(mesh, fields, most: int) -> None:
-    """By default none, but with an overlap that is for calls in halves."""
+    """By default no call may be pending, except with an overlap for halves."""
     config = helpers.make_config(**fields)
     assert config.most_pending == most
     ep = helpers.make_ep(mesh, config)

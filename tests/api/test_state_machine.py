@@ -1,8 +1,8 @@
 """Any order of init, dispatch, combine, gradients, check, close over several handles.
 
-A hypothesis state machine against a model in NumPy: what a handle must give, what a
-closed one must refuse, whose route serves whom, what check() reports. Few operand sets
-and configs, so that programs are compiled once and many steps run.
+A hypothesis state machine against a model in NumPy: the results of handles, what closed
+ones must refuse, which routes fit which handles, what check() reports. There are few
+operand sets and configs, so that programs compile once and many steps run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROUTINGS = ("random", "invalid", "none", ("full", "none", "one:5", "duplicates")
 SETS = len(ROUTINGS)
 MOST_HANDLES = 4
 
-# Handles outlive examples, since programs are compiled for them: an example opens one
-# anew only for the handles that earlier examples have closed.
+# Handles outlive examples, since programs are compiled for them: an example opens new
+# ones only for handles that earlier examples have closed.
 _pool: dict[int, list[Any]] = {index: [] for index in range(len(CONFIGS))}
 
 
@@ -43,7 +43,7 @@ def the_mesh():
 
 @functools.cache
 def operand_set(config_index: int, which: int):
-    """Operands, and what dispatch and combine must make of them."""
+    """Operands, and the results that dispatch and combine must give."""
     mesh = the_mesh()
     config = helpers.make_config(**CONFIGS[config_index])
     routing = ROUTINGS[which]
@@ -67,12 +67,12 @@ def operand_set(config_index: int, which: int):
     return inputs, on_devices, np.concatenate(sums)
 
 
-# Steps that came to something, over all examples.
+# Counts of steps that had an effect, over all examples.
 _reached: collections.Counter[str] = collections.Counter()
 
 
 class Handle:
-    """A handle, and what the model knows of it."""
+    """A handle, and its state in the model."""
 
     def __init__(self, config_index: int):
         self.config_index = config_index
@@ -108,7 +108,7 @@ def grad_fn(ep: Any) -> Any:
 
 @functools.cache
 def gradients(config_index: int, which: int) -> Any:
-    """Of a handle of its own, which nothing else uses."""
+    """Gradients on a separate handle, which nothing else uses."""
     ep = helpers.make_ep(the_mesh(), helpers.make_config(**CONFIGS[config_index]))
     _, args, _ = operand_set(config_index, which)
     return jax.tree.map(np.asarray, grad_fn(ep)(*args))
@@ -163,14 +163,14 @@ class Handles(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.has_open())
     @stateful.rule(index=st.integers(0, 9), which=st.integers(0, SETS - 1))
     def start(self, index, which):
-        """Leaves a dispatch in flight; it is looked at later."""
+        """Starts a dispatch, which `finish` checks later."""
         handle = self.pick(index)
         self.in_flight.append((handle, which, handle.dispatch(which)))
 
     @stateful.precondition(lambda self: self.in_flight)
     @stateful.rule()
     def finish(self):
-        """In the order in which they were started, also after a close."""
+        """Checks dispatches in the order of their starts, also after a close."""
         for handle, which, d in self.in_flight:
             inputs = operand_set(handle.config_index, which)[0]
             helpers.assert_dispatched(handle.ep.config, d, inputs)
@@ -180,7 +180,7 @@ class Handles(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.has_results())
     @stateful.rule(index=st.integers(0, 9), result=st.integers(0, 9))
     def combine(self, index, result):
-        """Any earlier dispatch of the handle, also behind newer ones."""
+        """Combines along any earlier dispatch of the handle, also after newer ones."""
         found = [h for h in self.handles if h.open and h.results]
         handle = found[index % len(found)]
         which, d = handle.results[result % len(handle.results)]
@@ -249,7 +249,7 @@ class Handles(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.has_closed())
     @stateful.rule(index=st.integers(0, 9), collect=st.booleans())
     def drop(self, index, collect):
-        """Forgets a handle that has calls in flight, perhaps."""
+        """Drops a handle, perhaps with calls in flight."""
         handle = self.pick(index, is_open=False)
         self.handles.remove(handle)
         if collect:

@@ -1,4 +1,4 @@
-"""Routes whose arrays were changed: checked where they are used, before any access.
+"""Routes whose arrays were changed: they are checked on use, before any access.
 
 Also run with AddressSanitizer: tests/cc/tampered_test.cc, tests/cc/fuzz/calls_fuzz.cc.
 """
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import compare_transports, gpus, helpers
 
-SLACK_S = 30.0  # of compiling
+SLACK_S = 30.0  # for compiling
 TABLES = ("slot_of", "row_of", "row_slot", "slot_counts")
 SENTINEL = 2.0**40
 HOSTILE = (helpers.INT_MIN, -2, helpers.INT_MAX, 2**30)
@@ -29,7 +29,7 @@ def mesh():
 
 @pytest.mark.parametrize("table", ["slot_of", "row_of"])
 def test_out_of_range_is_absent(mesh, table: str) -> None:
-    """On the collective transport an index that is none counts as -1, bit for bit."""
+    """On the collective transport an invalid index counts as -1, bit for bit."""
     config = helpers.make_config()
     with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
         rng = np.random.default_rng(3)
@@ -56,9 +56,9 @@ def test_out_of_range_is_absent(mesh, table: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["rank", "source"])
 def test_nothing_of_others_shows(mesh, reduce: str) -> None:
-    """In-range indices that are not the route's: no value of another handle comes out.
+    """With wrong indices in range, no value of another handle is returned.
 
-    Wire buffers are memory that XLA gives out unwritten, here what `other` has freed.
+    Wire buffers are memory that XLA does not initialise, here what `other` has freed.
     """
     config = helpers.make_config(
         dtype="float32", hidden_size=256, max_tokens_per_rank=64, reduce=reduce
@@ -85,7 +85,7 @@ def test_nothing_of_others_shows(mesh, reduce: str) -> None:
             }
             route = dataclasses.replace(d.route, **changed)
             for _ in range(3):
-                # Their buffers are free again when this one runs.
+                # Their buffers are free again when this call runs.
                 jax.block_until_ready(theirs(freed.route, freed.tokens))
                 for array in jax.tree.leaves(run(route, d.tokens)):
                     assert np.abs(np.asarray(array)).max() < SENTINEL / 2, list(way)
@@ -99,13 +99,13 @@ def changes_in_range(route, slots: int):
     return (
         {"slot_counts": np.zeros(shapes["slot_counts"])},
         {"slot_of": rng.integers(0, slots, shapes["slot_of"])},
-        # Backward: nothing is sent and all is expected, rows that no slot names too.
+        # Backward: nothing is sent but all is expected, also rows that no slot names.
         {"slot_of": np.full(shapes["slot_of"], -1), "row_of": half},
     )
 
 
 def there_and_back(ep):
-    """Combine of rows, and its backward, whose cotangents are the sums themselves."""
+    """A combine of rows, and its backward with the sums as cotangents."""
 
     def run(route, rows):
         y, pull = jax.vjp(lambda rows: jax_ep.combine(ep, rows, route), rows)
@@ -120,7 +120,7 @@ def check_outcomes(found: dict) -> None:
         assert ended["seconds"] < SLACK_S, what
         message = ended["outcome"]
         if message != "returned":
-            # What a rank waits for in vain; no other error is right.
+            # Only the error of a rank that waits in vain is right.
             assert re.search(r"rank \d+\b.*rank \d+\b", message), (what, message)
 
 

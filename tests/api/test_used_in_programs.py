@@ -1,4 +1,4 @@
-"""What programs of others ran into, each a small one of its own."""
+"""Problems from others' programs, each in a small program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_of(mesh, seed: int = 1) -> jax.Array:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*every mesh axis should be manual")
 def test_partly_manual_layer(mesh):
-    """`axis_names={"ep"}`: losses are over the axes that the call knows."""
+    """With `axis_names={"ep"}` losses are over the manual axes."""
     ep = helpers.make_ep(mesh, helpers.make_config(dtype="float32", top_k=2))
     x = tokens_of(mesh)[: N * mesh.shape["ep"]]
 
@@ -84,7 +84,7 @@ def test_partly_manual_layer(mesh):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reduce", ["rank", "source"])
 def test_narrow_router_weights(mesh, dtype, reduce):
-    """Bit for bit as the same weights in float32; gradients in their own dtype."""
+    """Bit for bit like the same weights in float32; gradients are in their dtype."""
     config = helpers.make_config(dtype="float32", reduce=reduce, pending_calls=1)
     ep = helpers.make_ep(mesh, config)
     x = tokens_of(mesh)
@@ -102,7 +102,7 @@ def test_narrow_router_weights(mesh, dtype, reduce):
         return jax_ep.combine_wait(back)
 
     def home(d, weights):
-        # Of the ones that came with the rows a narrow copy, too.
+        # A narrow copy of the weights that came with the rows, too.
         return weights if reduce == "source" else d.router_weights.astype(weights.dtype)
 
     def run(body, weights):
@@ -150,7 +150,7 @@ def router_gradient(mesh, top_k: int, router: Router | None) -> np.ndarray:
 
 @pytest.mark.slow
 def test_single_expert_trains_its_router(mesh):
-    """Its weight is a probability; divided by itself it would be 1 for any router."""
+    """Its weight is a probability; normalised it would be 1 for any router."""
     one, two = (router_gradient(mesh, top_k, None) for top_k in (1, 2))
     assert one > 0.1 * two > 0
     with pytest.warns(UserWarning, match="the task does not train the router"):
@@ -168,7 +168,7 @@ def test_single_expert_trains_its_router(mesh):
 
 
 def test_forward_mode_names_the_remedy(mesh):
-    """Not jitted, where JAX itself names one of its own classes."""
+    """Not jitted, as JAX's own error for jitted code names one of its classes."""
     ep = helpers.make_ep(mesh, helpers.make_config(dtype="float32", pending_calls=1))
     x, ids = tokens_of(mesh), jnp.zeros((N * mesh.size, 3), jnp.int32)
 
@@ -224,7 +224,7 @@ def test_pickling_a_layer_names_the_remedy(mesh):
 
 
 def test_too_many_tokens_of_a_layer_are_its_own_error(mesh):
-    """In numbers of the whole array, with what to make the layer with."""
+    """The error has the whole array's sizes, and what to make the layer with."""
     x = jnp.ones((3 * N * mesh.size, HIDDEN))
     for layer in layers(mesh):
         call = layer if hasattr(layer, "ep") and layer.ep is not None else None

@@ -31,7 +31,7 @@ def test_layer_on_ranks(ranks: int) -> None:
 
 
 def test_without_jit_of_grad() -> None:
-    """grad outside of jit runs the two halves as programs of their own."""
+    """grad outside of jit runs the forward and the backward pass as two programs."""
     s = moe.setup()
     x, ids, w, p = s.global_arrays()
     run = jax.jit(moe.loss(s.mesh, functools.partial(moe.layer, s.ep)))
@@ -93,7 +93,7 @@ def test_no_weights() -> None:
 
 
 def test_router() -> None:
-    """All of routing differentiated: logits, top-k, softmax, travelling weights."""
+    """Differentiates all of routing: logits, top-k, softmax, dispatched weights."""
     s = moe.setup(top_k=4)
     config = s.ep.config
     rng = np.random.default_rng(3)
@@ -132,7 +132,7 @@ def test_bfloat16() -> None:
 
 
 def layered(s: moe.Setup, loop: str, remat: bool = False):
-    """Three layers with one handle and equal params, by an unrolled or a real loop."""
+    """Three layers with one handle and equal params, in an unrolled or a real loop."""
 
     def run(x, ids, w, p):
         def step(x, scale):
@@ -161,7 +161,7 @@ def dense_layered(x, w, p, ids):
 @pytest.mark.parametrize("loop", ["unrolled", "scan", "fori_loop"])
 def test_loops(loop: str, remat: bool) -> None:
     s = moe.setup(1)
-    s.weights = s.weights / 4  # Keeps three layers well conditioned.
+    s.weights = s.weights / 4  # keeps three layers well conditioned
     moe.check(s, moe.loss(s.mesh, layered(s, loop, remat)), dense_layered)
 
 
@@ -208,7 +208,7 @@ def test_layers_of_different_configs() -> None:
     expected = jax.jit(grad(dense))(s.tokens, s.weights, s.params, routes)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for got, want in zip(actual[1], expected[1], strict=True):
-        # Five layers deep, gradients grow; the tolerance is relative to the largest.
+        # Gradients grow over five layers; the tolerance is relative to the largest.
         moe.assert_close(got, want, moe.ATOL * max(1.0, float(np.max(np.abs(want)))))
 
 
@@ -228,7 +228,7 @@ def test_grad_of_grad() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("replicated", ["weights", "tokens", "both", "ids"])
 def test_replicated_operands(replicated: str, check_vma: bool) -> None:
-    """Operands equal on all ranks: constants of the body, or inputs with spec P()."""
+    """Operands are equal on all ranks: constants in the body, or inputs with P()."""
     s = moe.setup(5)
     n, count = s.ep.config.max_tokens_per_rank, s.ep.ep_size
     same_x = replicated in ("tokens", "both")
@@ -268,7 +268,7 @@ def test_replicated_operands(replicated: str, check_vma: bool) -> None:
 
 
 def test_gradient_of_weights_alone() -> None:
-    """Only the travelling weights are differentiated, through d.router_weights."""
+    """Differentiates only the dispatched weights, through d.router_weights."""
     s = moe.setup(6)
 
     def body(x, ids, w, p):

@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @MODES
 def test_formulas(mode: str, shape: str) -> None:
-    """Each rank's products alone, with NaN in all that may not be read."""
+    """Each rank's vector-Jacobian products; whatever must not be read is NaN."""
     mesh = helpers.make_mesh(4)
     changes = options.MODES[mode] | SHAPES[shape] | {"dtype": "float32"}
     config = helpers.make_config(**helpers.HALVES | changes)
@@ -94,7 +94,7 @@ def test_formulas(mode: str, shape: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_block128", "nvfp4"])
 @pytest.mark.parametrize("mode", ["shared", "local", "local_shared"])
 def test_dequantised_rows(mode: str, name: str) -> None:
-    """Straight through: the cotangents are those of rows sent as they are."""
+    """Straight through: cotangents equal those of rows sent unquantised."""
     mesh = helpers.make_mesh(4)
     changes = options.MODES[mode] | {"dtype": "float32", "dispatch_format": name}
     config = helpers.make_config(hidden_size=128, **changes)
@@ -235,7 +235,7 @@ def test_grad_of_grad(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["source", "none", "shared", "shared_source"])
 def test_global_arrays(mode: str) -> None:
-    """jax_ep.sharded, with the gradients of the calls inside shard_map."""
+    """jax_ep.sharded has the same gradients as the calls inside shard_map."""
     s = moe.setup(3, 4, **options.MODES[mode])
     config = s.ep.config
     x, ids, w, _ = s.global_arrays()
@@ -263,7 +263,7 @@ def test_global_arrays(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["source", "none", "shared_source"])
 def test_quantised_gradients(mode: str) -> None:
-    """grad_format: within the format's rounding of the gradients without it."""
+    """With grad_format, gradients differ only by the format's rounding."""
     grads = []
     for name in (None, "fp8_block128"):
         s = moe.setup(4, 4, hidden_size=128, grad_format=name, **options.MODES[mode])
@@ -274,7 +274,7 @@ def test_quantised_gradients(mode: str) -> None:
             return moe.wave(run(x, s.ids, w, p, p[0]))
 
         grads.append(jax.jit(jax.grad(loss, (0, 1, 2)))(*args))
-    # Of the tokens; other gradients need not pass the wire.
+    # The tokens' gradient; others need not be sent.
     assert np.any(np.asarray(grads[0][0]) != np.asarray(grads[1][0]))
     for plain, quantised in zip(*grads, strict=True):
         limit = 0.05 * float(np.max(np.abs(plain)))
@@ -283,7 +283,7 @@ def test_quantised_gradients(mode: str) -> None:
 
 @MODES
 def test_no_token(mode: str) -> None:
-    """n = 0, whole and in halves: no gradient of a row, though all rows have values."""
+    """n = 0, whole and in halves: rows have values but no gradients."""
     mesh = helpers.make_mesh(2)
     fields = helpers.HALVES | options.MODES[mode]
     config = helpers.make_config(**fields, expert_alignment=4)

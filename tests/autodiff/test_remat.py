@@ -1,4 +1,4 @@
-"""jax.checkpoint: right gradients, and how many exchanges a compiled program holds."""
+"""jax.checkpoint: right gradients, and how many exchanges a compiled program has."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NAMES = ("jax_ep_route", "jax_ep_rows", "jax_ep_out")
 
 @pytest.fixture(scope="module")
 def two() -> moe.Setup:
-    """At least two ranks, or XLA would drop the exchanges that are counted."""
+    """At least two ranks, as otherwise XLA would drop the exchanges to count."""
     s = moe.setup(7, ranks=2)
-    s.weights = s.weights / 4  # Keeps three layers well conditioned.
+    s.weights = s.weights / 4  # keeps three layers well conditioned
     return s
 
 
 def grad_of(s: moe.Setup, wrap, place: str = "inside"):
-    """Gradient in (x, w, p) of three layers, each rematerialised as `wrap` says.
+    """Gradient in (x, w, p) of three layers, each rematerialised by `wrap`.
 
-    The layers are a scan, because in straight-line code XLA may find a repeated
-    exchange and merge it with the first, which would hide what is counted here.
+    The layers are in a scan, because in straight-line code XLA may merge a repeated
+    exchange with the first, which would hide it from the count.
     """
     layer = functools.partial(moe.layer, s.ep)
 
@@ -85,7 +85,7 @@ def test_save_route_in_straight_line_code(two: moe.Setup) -> None:
 
 
 def test_backward_exchanges_no_counts(two: moe.Setup) -> None:
-    """One exchange a call, forward or backward: counts and indices travel once."""
+    """One exchange per call, forward or backward: counts and indices are sent once."""
 
     def forward(x, w, p, ids):
         run = moe.sharded(two.mesh, functools.partial(moe.layer, two.ep))
@@ -94,13 +94,13 @@ def test_backward_exchanges_no_counts(two: moe.Setup) -> None:
     args = arguments(two)
     ahead = exchanges(forward, *args)
     both = exchanges(jax.grad(forward, (0, 1, 2)), *args)
-    # Dispatch and combine forward, then the exchange of dy and that of drow.
+    # Dispatch and combine forward, then the exchanges of dy and of drow.
     assert both - ahead == 2
     assert ahead >= 2
 
 
 def test_names(two: moe.Setup) -> None:
-    """checkpoint_name marks the outputs, so that users' policies can speak of them."""
+    """checkpoint_name names the outputs, so that users' policies can refer to them."""
     run = moe.sharded(two.mesh, functools.partial(moe.layer, two.ep))
     x, ids, w, p = two.global_arrays()
     named = set(re.findall(r"name\[name=(\w+)", str(jax.make_jaxpr(run)(x, ids, w, p))))
@@ -108,7 +108,7 @@ def test_names(two: moe.Setup) -> None:
 
 
 def test_own_policy(two: moe.Setup) -> None:
-    """A policy by name: all three saved, nothing is sent again; with none, all is."""
+    """With all three names saved nothing is sent again; with none, everything is."""
 
     def keep(*names):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -123,7 +123,7 @@ def test_own_policy(two: moe.Setup) -> None:
 
 @pytest.mark.slow
 def test_policies_of_sharp_bits(two: moe.Setup) -> None:
-    """Five exchanges with a user's policy alone, four with what the page adds to it."""
+    """Five exchanges with only a user's policy, four with the page's addition to it."""
     names: dict = {"jax": jax, "jax_ep": jax_ep}
     exec(*python_blocks("docs/sharp_bits.md", "policies"), names)
 
@@ -147,7 +147,7 @@ def test_policies_of_sharp_bits(two: moe.Setup) -> None:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="GPUs choose algorithms")
 def test_rematerialised_bfloat16_without_excess_precision() -> None:
-    """Bit for bit the plain layers' gradients, as sharp_bits.md says."""
+    """Gradients equal the plain layers' bit for bit, as sharp_bits.md says."""
     mesh, hidden, inner, n = helpers.make_mesh(2), 64, 32, 32
     config = jax_ep.EPConfig(
         num_experts=4, top_k=2, hidden_size=hidden, max_tokens_per_rank=n
@@ -171,17 +171,17 @@ def test_rematerialised_bfloat16_without_excess_precision() -> None:
 
         run = moe.sharded(mesh, body, in_specs=(P("ep"), specs), out_specs=P("ep"))
         grad = jax.grad(lambda params, x: jnp.sum(jnp.sin(run(x, params))))
-        # Without this, those of the first layer differ.
+        # Without this option the first layer's gradients differ.
         options = {"xla_allow_excess_precision": False}
         return jax.jit(grad, compiler_options=options)(params, tokens)
 
     plain, again = gradients(bare), gradients(jax.checkpoint)
-    for name in ("gate_up", "down"):  # The router's are sums in float32.
+    for name in ("gate_up", "down"):  # the router's gradients are float32 sums
         np.testing.assert_array_equal(again[name], plain[name], name)
 
 
 def residual_shapes(s: moe.Setup, weighted: bool) -> list[tuple[int, ...]]:
-    """Shapes of the floats that combine's backward keeps."""
+    """Shapes of the float residuals that combine's backward keeps."""
     x, ids, w, _ = s.global_arrays()
     d = helpers.dispatch_fn(s.ep, s.mesh, P("ep"))(x, ids, w)
     weights = d.router_weights if weighted else None
@@ -203,7 +203,7 @@ def test_rows_are_kept_only_for_weights(two: moe.Setup) -> None:
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, save_route])
 def test_several_layers(wrap) -> None:
-    """Rematerialised layers of different handles, interleaved A-B-A-B."""
+    """Rematerialised layers that alternate between two handles."""
     s = moe.setup(8)
     other = helpers.make_ep(
         s.mesh, helpers.make_config(dtype="float32", expert_alignment=4)

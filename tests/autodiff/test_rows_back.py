@@ -1,6 +1,6 @@
-"""What combine's cotangent does to rows, `rows_back`, against its formula.
+"""`rows_back`, which turns combine's cotangent into those of rows, against its formula.
 
-A stand-in takes the kernel's place in all tests but those marked for GPUs.
+A stand-in replaces the kernel in all tests except those marked for GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jax_ep._ops import combine, rows_back
 from support import helpers, moe, options
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-# Those whose combines have weights.
+# The modes whose combines have weights.
 MODES = {"rank": {}} | {k: v for k, v in options.MODES.items() if "none" not in k}
 DTYPES = ["bfloat16", "float16", "float32"]
-# What bfloat16 may differ by, relative to the largest value.
+# The error that bfloat16 may have, relative to the largest value.
 BFLOAT16 = 2.0**-6
 BACKS = rows_back.rows_back, rows_back.rows_back_reference
 
@@ -32,9 +32,9 @@ def make_operands(shape: tuple[int, ...], dtype: str, slots: int = 1) -> Any:
     """Cotangents, expert_out, weights of rows `[..., N, H]`, slots of the last dims."""
     rng = np.random.default_rng(0)
     row_slot = rng.integers(-1, 2, shape[-1 - slots : -1], np.int32)
-    row_slot[..., :1] = 0  # the only row may be one that is there
+    row_slot[..., :1] = 0  # a single row should exist
     cotangents = helpers.normal(rng, shape, jnp.dtype(dtype))
-    # As an exchange leaves them.
+    # Absent rows are zeros, as after an exchange.
     cotangents = np.where(
         row_slot[..., None] >= 0, cotangents, np.zeros_like(cotangents)
     )
@@ -45,16 +45,16 @@ def make_operands(shape: tuple[int, ...], dtype: str, slots: int = 1) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Puts the stand-in in the kernel's place; gets a shape for each call of it."""
+    """Replaces the kernel by the stand-in; collects the shape of each call."""
     made: list[tuple[int, ...]] = []
 
-    # As the kernel's call, it has neither a batching rule nor a derivative.
+    # Like the kernel's call, it has neither a batching rule nor a derivative.
     @jax.custom_batching.custom_vmap
     def stand_in(cotangents: Any, expert_out: Any, weights: Any, row_slot: Any) -> Any:
         made.append(cotangents.shape)
         operands = (cotangents, expert_out, weights, row_slot)
         to_rows, to_weights = rows_back.rows_back_reference(*operands)
-        # The kernel leaves the other rows as they were.
+        # The kernel does not change the other rows.
         return jnp.where(row_slot[:, None] >= 0, to_rows, cotangents), to_weights
 
     @stand_in.def_vmap
@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def value(back: Any, operands: Any, cotangent: Any) -> Any:
-    """What it returns."""
+    """The results of `back`."""
     del cotangent
     return back(*operands)
 
@@ -78,7 +78,7 @@ def pulled(back: Any, operands: Any, cotangent: Any) -> Any:
 
 
 def curvature(back: Any, operands: Any, cotangent: Any) -> Any:
-    """Derivatives of the sum of squares of `pulled`, also by its own cotangent."""
+    """Derivatives of the sum of squares of `pulled`, also by `cotangent`."""
     *values, row_slot = operands
 
     def squares(values: Any, cotangent: Any) -> Any:
@@ -89,9 +89,9 @@ def curvature(back: Any, operands: Any, cotangent: Any) -> Any:
 
 
 def assert_alike(actual: Any, expected: Any, least: float = 1e-5) -> None:
-    """Each leaf of the same dtype, and the same but for the rounding of sums.
+    """Leaves have equal dtypes, and equal values except for the rounding of sums.
 
-    `least` is what float32 may differ by, relative to the largest value.
+    `least` is the error that float32 may have, relative to the largest value.
     """
     for got, want in zip(
         jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
@@ -119,7 +119,7 @@ def test_equals_the_reference(what: Any, dtype: str, calls: Any) -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("count", [1, 3])
 def test_vmap(count: int, slots: int, calls: Any) -> None:
-    """Row by row of a batch, with slots of its own or the same for all of it."""
+    """Entry by entry of a batch, with slots for each entry or shared ones."""
     operands = make_operands((count, 13, 16), "float32", slots)
     cotangent = (operands[1] + 1, operands[2] - 1)
     axes = (0, 0, 0, 0 if slots == 2 else None)
@@ -129,12 +129,12 @@ def test_vmap(count: int, slots: int, calls: Any) -> None:
             for back in BACKS
         )
         assert_alike(found, want)
-    # Some versions of JAX trace calls of equal shapes once.
+    # Some versions of JAX trace calls of equal shapes only once.
     assert set(calls) == {(13, 16)}
 
 
 def layer(ep: Any, x: Any, ids: Any, w: Any, scale: Any) -> Any:
-    """A layer of one rank, with NaN in the rows that nothing may read."""
+    """A layer of one rank, with NaN in the rows that must not be read."""
     d = jax_ep.dispatch(ep, x, ids, w)
     rows = jnp.sin(d.tokens * scale)
     rows = jnp.where(d.src_info[:, :1] < 0, jnp.nan, rows)
@@ -144,7 +144,7 @@ def layer(ep: Any, x: Any, ids: Any, w: Any, scale: Any) -> Any:
 
 
 def gradients(s: moe.Setup, order: int) -> Any:
-    """Those of tokens, weights and the scale: first ones, or of their squares."""
+    """Gradients of tokens, weights and the scale: first ones, or of their squares."""
     local = s.ep.config.skip_a2a
     spec = P() if local else P("ep")
     n = s.ep.config.max_tokens_per_rank if local else None
@@ -177,7 +177,7 @@ def test_gradients_of_combine(
     calls: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are those without the kernel, with rows that are dropped and padding."""
+    """Gradients equal those without the kernel, with dropped rows and padding."""
     changes = {"dtype": dtype, "recv_capacity": 12, "expert_alignment": 4}
     ranks = helpers.some_ranks(4)
     s = moe.setup(zlib.crc32(mode.encode()), ranks, **changes, **MODES[mode])
@@ -187,13 +187,13 @@ def test_gradients_of_combine(
     monkeypatch.setattr(combine, "platform_of", lambda mesh: "gpu")
     found = gradients(s, order)
     assert calls
-    # GPUs round other values to bfloat16 on the way to a second derivative in float32.
+    # On the way to a float32 second derivative, GPUs round other values to bfloat16.
     rounded = jax.default_backend() == "gpu" and dtype == "bfloat16" and order == 2
     assert_alike(found, want, BFLOAT16 if rounded else 1e-5)
 
 
 def run_kernel(operands: Any) -> Any:
-    """Rows and weights."""
+    """Runs the kernel; returns rows and weights."""
     return jax.block_until_ready(jax.jit(rows_back.rows_back)(*operands))
 
 
@@ -208,12 +208,12 @@ def test_kernel(count: int, hidden: int, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_than_warps(dtype: str) -> None:
-    """Of the largest grid, whose warps then take several rows each."""
+    """More rows than the largest grid has warps, so that warps take several rows."""
     check_kernel(200_000, 8, dtype)
 
 
 def check_kernel(count: int, hidden: int, dtype: str) -> None:
-    """The kernel beside the reference, and with NaN where it may not read."""
+    """Compares the kernel with the reference, also with NaN where it must not read."""
     operands = make_operands((count, hidden), dtype)
     cotangents, expert_out, weights, row_slot = operands
     there = np.asarray(row_slot) >= 0

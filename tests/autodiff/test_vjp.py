@@ -1,7 +1,7 @@
 """Vector-Jacobian products of dispatch and combine alone, against the formulas.
 
-Dropped rows, padding and tails: their cotangents are exactly zero, and what stands
-there (NaN here) is never read.
+The cotangents of dropped rows, padding and tails are exactly zero, and their contents
+(NaN here) are never read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RTOL = {"float32": 1e-5, "bfloat16": 2.0**-6}
 
 @functools.cache
 def case(name: str):
-    """mesh, ep, operands and the oracle's outputs of one shape."""
+    """mesh, ep, operands and the oracle's outputs for one shape."""
     count = helpers.some_ranks(4)
     mesh = helpers.make_mesh(count)
     config = helpers.make_config(**({"dtype": "float32"} | SHAPES[name]))
@@ -79,7 +79,7 @@ def test_dispatch(name: str) -> None:
     want_dx, want_dw = oracle.dispatch_vjp(config, inputs.ids, rows, row_weights)
     assert_near(dx, want_dx, config)
     for rank, part in helpers.unstack(dw, len(want_dw)).items():
-        # Each weight goes to one row, so its cotangent comes back as it is.
+        # Each weight goes to one row, so its cotangent comes back unchanged.
         np.testing.assert_array_equal(part, want_dw[rank])
 
 
@@ -133,7 +133,7 @@ def test_combine(name: str, weighted: bool) -> None:
 
 
 def test_round_trip_cotangent_ignores_padding() -> None:
-    """NaNs that an expert makes of padding rows reach neither value nor gradient."""
+    """NaNs that an expert computes from padding reach neither value nor gradient."""
     mesh, ep, inputs, outputs = case("aligned")
     operands = [
         helpers.put(mesh, part) for part in (inputs.tokens, inputs.ids, inputs.weights)
@@ -142,7 +142,7 @@ def test_round_trip_cotangent_ignores_padding() -> None:
     def body(x, ids, w):
         d = jax_ep.dispatch(ep, x, ids, w)
         bad = d.src_info[:, :1] < 0
-        # 0 / 0 and its derivative: NaN in every padding and tail row.
+        # 0 / 0 and its derivative give NaN in every padding and tail row.
         rows = d.tokens / jax.numpy.where(bad, 0.0, 2.0)
         return jax_ep.combine(ep, rows, d.route, router_weights=d.router_weights)
 

@@ -1,4 +1,4 @@
-"""vmap makes the calls of a batch one after the other, inside shard_map and around."""
+"""vmap makes the calls of a batch one by one, inside and around shard_map."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mesh():
 
 
 def operands(config: Any, batch: int, ranks: int) -> tuple[jax.Array, ...]:
-    """tokens, ids, router weights of a batch, over all ranks."""
+    """tokens, ids and router weights of a batch, for all ranks."""
     rng = np.random.default_rng(batch)
     made = [
         helpers.make_inputs(rng, config, ranks, n=6, fill=helpers.normal)
@@ -48,7 +48,7 @@ def operands(config: Any, batch: int, ranks: int) -> tuple[jax.Array, ...]:
 
 
 def bent(rows: jax.Array) -> jax.Array:
-    """Not linear, and exact: `tanh` may round differently at another shape."""
+    """A nonlinear, exact function; `tanh` may round differently at another shape."""
     return jnp.where(rows > 0, rows, rows / 2)
 
 
@@ -89,14 +89,14 @@ REMAT = {
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("one", [whole, halves])
 def test_inside_of_shard_map(mesh, one, batch: int, wrapped: str) -> None:
-    """Results and gradients, bit for bit those of single calls."""
-    batch = min(batch, 2) if one is halves else batch  # of pending calls
+    """Results and gradients equal those of single calls, bit for bit."""
+    batch = min(batch, 2) if one is halves else batch  # two calls may be pending
     ep = helpers.init(mesh, **FIELDS)
     args = operands(ep.config, batch, mesh.size)
 
     spec = P(None, "ep")
-    # A program each: calls in a checkpoint are not chained with those around it, so
-    # that one more than `pending_calls` might be pending.
+    # In separate programs: calls in a checkpoint are not chained with those around it,
+    # so that one more than `pending_calls` might be pending.
     for run in (
         functools.partial(one, ep),
         REMAT[wrapped](functools.partial(gradients, one, ep)),
@@ -120,7 +120,7 @@ def mapped_over(mesh: Any, body: Any, spec: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
 def test_around_shard_map(mesh, order: str) -> None:
-    """Without a mesh axis for the batch, each rank has all of it."""
+    """Without a mesh axis for the batch, each rank has the whole batch."""
     ep = helpers.init(mesh, **FIELDS)
     x, ids, w = operands(ep.config, 3, mesh.size)
     run = mapped_over(mesh, functools.partial(whole, ep), P("ep"), check_vma=False)
@@ -139,7 +139,7 @@ def test_around_shard_map(mesh, order: str) -> None:
 
 
 def test_what_the_entries_share(mesh) -> None:
-    """A gradient of ids and weights that all entries share is the sum over them."""
+    """Gradients of operands that all entries share are sums over entries."""
     ep = helpers.init(mesh, **FIELDS, hidden_size=32, dispatch_format="mxfp8")
     x, ids, w = operands(ep.config, 3, mesh.size)
 
@@ -183,7 +183,7 @@ def test_batches_within_batches(mesh) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_calls_of_a_batch_come_in_order(batch: int) -> None:
-    """Each after the one before it, and the next op after the last one."""
+    """Each comes after the previous one, and the next op after the last."""
     if jax.default_backend() != "cpu":
         pytest.skip("a handle of p2p without GPUs")
     mesh = helpers.make_mesh(2)
@@ -211,7 +211,7 @@ def stages() -> Any:
 
 
 def test_pipeline_of_stages() -> None:
-    """vmap over stages, one on each part of the mesh: a batch of 1 copies nothing."""
+    """vmap over stages, each on its part of the mesh: a batch of 1 copies nothing."""
     mesh = stages()
     ep = helpers.init(mesh, **FIELDS)
     x, ids, w = operands(ep.config, 2, ep.ep_size)
@@ -255,7 +255,7 @@ def ffn_params(config: Any, rng: np.random.Generator) -> dict[str, jax.Array]:
     "experts", [jax_ep.experts.ragged_dot, jax_ep.experts.Padded(64)]
 )
 def test_moe_ffn(mesh, experts, shared: bool) -> None:
-    """With weights that the entries share, and with their own."""
+    """With weights that the entries share, and with separate ones."""
     ep = helpers.init(mesh, **FIELDS)
     rng = np.random.default_rng(5)
     many = [ffn_params(ep.config, rng) for _ in range(2)]
@@ -326,7 +326,7 @@ def test_losses_of_stages_are_their_own() -> None:
 
 
 def test_more_than_may_be_pending(mesh) -> None:
-    """Each call of a batch is pending, also where earlier ones and outer ones are."""
+    """Each call of a batch counts as pending, besides earlier and outer ones."""
     ep = helpers.init(mesh, **FIELDS)
     assert ep.config.pending_calls == 2
 

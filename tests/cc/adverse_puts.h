@@ -1,6 +1,6 @@
-// PutAccess that does the worst of what protocol/internode.h allows: a thread delivers pieces of
-// puts and signals in random order, late, reads a put's source when it delivers, and keeps what has
-// come from being seen until somebody settles. Used by internode_test.cc.
+// A PutAccess that does the worst that protocol/internode.h allows: a thread delivers pieces of
+// puts and signals late and in random order, reads a put's source only when it delivers, and hides
+// what has arrived until somebody settles. Used by internode_test.cc.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace jax_ep {
 
 class AdversePuts {
  public:
-  // Blocks by rank; they outlive it.
+  // `blocks` are by rank and must outlive this object.
   AdversePuts(std::vector<uint8_t*> blocks, uint64_t seed)
       : blocks_(std::move(blocks)),
         landed_(blocks_.size()),
@@ -28,7 +28,7 @@ class AdversePuts {
     thread_.join();
   }
 
-  // What one thread of `rank` uses. It must stay until its pieces have arrived.
+  // What one thread of `rank` uses. It must live until its pieces have arrived.
   class Lane {
    public:
     Lane(AdversePuts& puts, uint32_t rank, bool fences, bool settles)
@@ -56,13 +56,13 @@ class AdversePuts {
   struct Piece {
     const Lane* lane;
     uint32_t rank;
-    uint64_t fenced;  // fences of its lane before it
+    uint64_t fenced;  // how many fences its lane made before it
     int64_t at;
     const uint8_t* from;  // nullptr: a signal
     int64_t bytes;
     uint64_t value;
   };
-  // Of a put, at its destination and not to be seen yet.
+  // A piece of a put that has reached its destination but is not visible yet.
   struct Landed {
     int64_t at;
     std::vector<uint8_t> bytes;
@@ -89,7 +89,7 @@ class AdversePuts {
     landed_[rank].clear();
   }
 
-  // A signal waits for what its lane has fenced.
+  // A signal waits for everything that its lane issued before the lane's last fence.
   bool MayArrive(const Piece& piece) const {
     if (piece.from != nullptr) return true;
     for (const Piece& other : pieces_) {
@@ -130,7 +130,7 @@ class AdversePuts {
       std::memcpy(to, piece.from, static_cast<size_t>(piece.bytes));
       return;
     }
-    // Release; pairs with Acquire of whoever waits for it.
+    // Release; pairs with Acquire of the waiting thread.
     std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(to))
         .store(piece.value, std::memory_order_release);
   }

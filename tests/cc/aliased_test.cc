@@ -1,6 +1,6 @@
-// Results that have the memory of an operand, as jax.ffi.ffi_call(input_output_aliases=...) makes
-// them: whatever the contents, no call touches anything outside of its buffers (AddressSanitizer),
-// and a route is the one that it is without.
+// Results that share an operand's memory, as jax.ffi.ffi_call(input_output_aliases=...) makes them:
+// whatever the contents, no call touches anything outside of its buffers (AddressSanitizer), and
+// routes are the same as without sharing.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -12,7 +12,7 @@
 namespace jax_ep::ffi_layer {
 namespace {
 
-// Calls of random shapes and contents; each pair of an operand and a result of its type in turn.
+// Calls of random shapes and contents. Each operand and result of the same type share in turn.
 void TestAnyCall() {
   Random random(41);
   int64_t aliased[8] = {};
@@ -25,13 +25,12 @@ void TestAnyCall() {
     FuzzInput input(bytes.data(), bytes.size());
     aliased[number] += RunNumbered(input, number, {choice, random.OneIn(8)}) == choice;
   }
-  // Of ep_pack ids as slot_of or position, of ep_combine_unpack the residual or the shared rows as
-  // the output; in other calls only operands of shapes that are not theirs have the type of a
-  // result.
+  // ep_pack's ids share with slot_of or position, ep_combine_unpack's residual or shared rows with
+  // the output. In other calls an operand has a result's type only if its shape was changed.
   CHECK(aliased[0] > 400 && aliased[5] > 100);
 }
 
-// The ids' memory is that of a table: valid ones, -1 and some out of range.
+// Valid ids, -1 and some ids out of range share the memory of a table.
 void TestRouteOverItsIds() {
   Random random(42);
   for (int round = 0; round < 300; ++round) {

@@ -1,5 +1,5 @@
-// CHECK, random draws and exact-size buffers for the C++ tests. A failed CHECK prints where it
-// stands and which case was running, and ends the process with status 1.
+// CHECK, random draws and exact-size buffers for the C++ tests. A failed CHECK prints its location
+// and the current case, and ends the process with status 1.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace jax_ep {
 
-// What the test is doing; printed when a CHECK fails. Set it from the main thread alone.
+// What the test is doing; printed when a CHECK fails. Only the main thread may set it.
 inline std::string& CurrentCase() {
   static std::string text;
   return text;
@@ -48,14 +48,14 @@ class Random {
   uint64_t state_;
 };
 
-// Bytes with nothing behind them, so that AddressSanitizer sees the first byte past the end. They
-// start as poison: an output that was never written shows.
+// Bytes with no slack after them, so that AddressSanitizer sees the first byte past the end. They
+// start as poison, so that an output that was never written shows.
 inline constexpr uint8_t kPoison = 0xAB;
 
 class Buffer {
  public:
   Buffer() : Buffer(0) {}
-  // `offset` shifts the data off the 16-byte boundary that it would have.
+  // `offset` shifts the data off its 16-byte boundary.
   explicit Buffer(int64_t bytes, int64_t offset = 0)
       : bytes_(bytes), offset_(offset), memory_(new uint8_t[static_cast<size_t>(bytes + offset)]) {
     std::memset(memory_.get(), kPoison, static_cast<size_t>(bytes + offset));

@@ -1,6 +1,6 @@
 // Tests of ffi/cpu_executor.h: every item runs exactly once and the future completes exactly once,
-// after all of them, whenever and wherever the helpers run, also where items throw. Needs XLA's FFI
-// headers; a thread pool of the test's own stands in for XLA's. Runs under ThreadSanitizer as well.
+// after all of them, whenever and wherever the helpers run, also if items throw. Needs XLA's FFI
+// headers; the test's own thread pool replaces XLA's. Runs under ThreadSanitizer as well.
 #include "ffi/cpu_executor.h"
 
 #include <atomic>
@@ -21,7 +21,7 @@
 #include "check.h"
 #include "cuda/memory/bounded.h"
 
-// The pool reports failures through these two types, whose contents are XLA's own.
+// The pool reports failures through these two types, whose contents are private to XLA.
 struct XLA_FFI_Error {
   std::string message;
 };
@@ -46,7 +46,7 @@ void GetMessage(XLA_FFI_Error_GetMessage_Args* args) {
 }
 void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
-// A thread pool as handlers see it, over a context of the test.
+// A thread pool as handlers see it, over the test's context.
 class Pool {
  public:
   explicit Pool(XLA_FFI_ExecutionContext& context)
@@ -119,7 +119,7 @@ void Linger(int64_t item) {
   std::this_thread::yield();
 }
 
-// Any number of threads, more chunks than threads and fewer, and workers that come too late.
+// Any number of threads, more or fewer chunks than threads, and workers that come too late.
 void TestSharedTask() {
   Random random(21);
   for (int round = 0; round < 300; ++round) {
@@ -149,7 +149,7 @@ struct Scheduled {
   void* data;
 };
 
-// Helpers that run before the caller, beside it, after everything is over or not at all.
+// Helpers run before the caller, beside it, after everything is over or not at all.
 void TestRun() {
   enum Mode { kInline, kThreads, kLate, kNoPool, kModes };
   Random random(22);
@@ -188,7 +188,7 @@ void TestRun() {
   }
 }
 
-// A pool that takes helpers and never runs one: kept here, as XLA keeps them in its queue.
+// The helpers of a pool that never runs them. They are kept here, as XLA keeps them in its queue.
 std::vector<Scheduled>& Abandoned() {
   static auto* kept = new std::vector<Scheduled>;
   return *kept;
@@ -213,7 +213,7 @@ void TestHelpersThatNeverRun() {
 // The handler does not wait for a helper that is stuck in its chunk: it returns with the future
 // pending, and the helper completes it.
 void TestRunDoesNotBlock() {
-  if (std::thread::hardware_concurrency() < 2) return;  // no helper is asked for
+  if (std::thread::hardware_concurrency() < 2) return;  // no helper is requested
   Ledger ledger(8);
   std::mutex mutex;
   std::condition_variable changed;
@@ -277,8 +277,8 @@ void TestEmptyAndFailed() {
   CHECK(failures == 1);
 }
 
-// Nothing that an item throws leaves the task, on whatever thread: the future fails instead, when
-// no item runs any more.
+// What an item throws does not leave the task, on any thread. Instead the future fails once no
+// item is running.
 void TestItemsThatThrow() {
   Random random(23);
   for (int round = 0; round < 100; ++round) {
@@ -315,9 +315,9 @@ void TestItemsThatThrow() {
   }
 }
 
-// Where the pool takes no helper for want of memory the task goes on with those that there are.
+// If the pool cannot take a helper for lack of memory, the task goes on with those that it has.
 void TestPoolThatThrows() {
-  if (std::thread::hardware_concurrency() < 2) return;  // no helper is asked for
+  if (std::thread::hardware_concurrency() < 2) return;  // no helper is requested
   Ledger ledger(64);
   XLA_FFI_ExecutionContext context;
   context.threads = 64;
@@ -331,7 +331,7 @@ void TestPoolThatThrows() {
 }
 
 #if defined(__SSE2__)
-// Items see denormals on the handler's thread and on helpers, whose modes come back afterwards.
+// Items see denormals on the handler's thread and on helpers, and the threads' modes are restored.
 void TestDenormals() {
   constexpr uint32_t kFlushToZero = 0x8040;
   const auto flushes = [] { return (_mm_getcsr() & kFlushToZero) == kFlushToZero; };
@@ -362,7 +362,7 @@ void TestDenormals() {
 void TestDenormals() {}
 #endif
 
-// A wait that does not end is left alone, and may still end when nobody looks.
+// EndsWithin gives up on a wait that does not end in time; the wait may still end later.
 void TestEndsWithin() {
   using cuda::EndsWithin;
   constexpr auto kLong = std::chrono::seconds(60);

@@ -1,5 +1,5 @@
 // Custom calls made by hand, for tests of decoders: operands, results and attributes by name, and
-// the buffers of XLA's FFI that a decoder is given.
+// the XLA FFI buffers that a decoder takes.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,10 @@
 
 namespace jax_ep::ffi_layer {
 
-inline constexpr int64_t kMostBytes = int64_t{1} << 20;  // of an operand that has its memory
+inline constexpr int64_t kMostBytes = int64_t{1} << 20;  // larger operands get no memory
 
 struct Operand {
-  std::string name;  // of a result with "-> " before it
+  std::string name;  // a result's begins with "-> "
   ffi::DataType dtype = ffi::S32;
   std::vector<int64_t> dims;
 
@@ -31,9 +31,9 @@ struct Operand {
 using Attribute = std::variant<int64_t, bool, float, std::string>;
 
 struct CustomCall {
-  std::vector<Operand> operands;  // and results, behind them
+  std::vector<Operand> operands;  // followed by results
   std::vector<std::pair<std::string, Attribute>> attributes;
-  // Operands and the results that XLA gives their memory, by place; both of one type.
+  // Indices of operands and of the results that share their memory; both have the same type.
   std::vector<std::pair<size_t, size_t>> aliases;
 
   void Add(std::string name, ffi::DataType dtype, std::vector<int64_t> dims) {
@@ -52,7 +52,7 @@ struct CustomCall {
   }
 };
 
-// Whether names and their order are those of the table: it is what Python goes by.
+// Checks that names and their order are those of the table, which Python uses.
 template <typename Call>
 void CheckNames(const CustomCall& made) {
   size_t buffer = 0, attribute = 0;
@@ -68,7 +68,7 @@ void CheckNames(const CustomCall& made) {
   CHECK(buffer == made.operands.size() && attribute == made.attributes.size());
 }
 
-// -1 where no array can be so large, which XLA has refused before a handler sees it.
+// -1 if no array can be so large; XLA refuses it before a handler sees it.
 inline int64_t BytesOf(const Operand& operand) {
   __int128 bytes = static_cast<__int128>(ffi::ByteWidth(operand.dtype));
   __int128 others = bytes;
@@ -80,7 +80,7 @@ inline int64_t BytesOf(const Operand& operand) {
   return static_cast<int64_t>(bytes);
 }
 
-// Gives a decoder its arguments. `fill(buffer)` writes the operands' contents.
+// Passes arguments to a decoder. `fill(buffer)` writes the operands' contents.
 class Arguments {
  public:
   template <typename Fill>
@@ -99,10 +99,10 @@ class Arguments {
       buffers_[to].data = buffers_[from].data;
     }
   }
-  // Whether every operand has its memory.
+  // Whether every operand has memory.
   bool small() const { return small_; }
 
-  // Nothing where XLA had refused the call: a typed buffer is of another dtype.
+  // nullopt if XLA would refuse the call, because a typed buffer has another dtype.
   template <typename Call>
   std::optional<ffi::Error> DecodeTo(Call& call) {
     return DecodeTo(call, static_cast<ValuesOf<Call>*>(nullptr));
@@ -112,7 +112,7 @@ class Arguments {
   template <typename Call, typename... Values>
   std::optional<ffi::Error> DecodeTo(Call& call, std::tuple<Values...>*) {
     CheckNames<Call>(call_);
-    // Braces: in order.
+    // Braces guarantee the order of evaluation.
     std::tuple<Values...> values{Next<Values>()...};
     if (refused_) return std::nullopt;
     return std::apply([&](auto&... value) { return Decode(call, value...); }, values);

@@ -1,5 +1,5 @@
-// What a decoder makes of custom calls that are made by hand: which of them pass, and that those
-// which are a little different are refused with a message.
+// Checks which custom calls made by hand a decoder passes, and that it refuses slightly different
+// ones with a message.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline constexpr ffi::DataType kCode = ffi::F8E4M3FN;
 inline constexpr ffi::DataType kTypes[] = {ffi::S32, ffi::U32, ffi::F32, ffi::F16, ffi::BF16,
                                            ffi::U8,  ffi::S64, kCode,    ffi::F64, ffi::F8E5M2};
 
-// "" where the call passes, or why it does not.
+// "" if the call passes, or why it does not.
 template <typename Call>
 std::string Refusal(const CustomCall& made, Call& call) {
   Arguments arguments(made, [](const Buffer&) {});
@@ -34,13 +34,13 @@ std::string Refusal(const CustomCall& made) {
   return Refusal(made, call);
 }
 
-// Operands that are the only ones to say something, so that it may be otherwise.
+// Names of operands that alone determine something, so that it may change.
 struct Free {
   std::string_view sizes;    // its dimensions
   std::string_view element;  // which of the element types tokens have
 };
 
-// What passes, and nothing that is like it.
+// Checks that the call passes, and that no similar call does.
 template <typename Call>
 Call Passes(const CustomCall& made, const Free& free = {}) {
   CurrentCase() = Call::kTarget;

@@ -1,6 +1,6 @@
-// Tests of formats/: every bfloat16 and float16 pattern both ways, rounding at every boundary
-// between neighbours against an independent reference, sums without fused multiply-add, the effect
-// of the caller's flush-to-zero mode, and the registry.
+// Tests of formats/: conversions of every bfloat16 and float16 pattern both ways, rounding at every
+// boundary between neighbours against an independent reference, sums without fused multiply-add,
+// the effect of the caller's flush-to-zero mode, and the registry.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -32,8 +32,8 @@ struct Layout<Float16> {
   static constexpr uint16_t kInfinity = 0x7C00, kNan = 0x7E00;
 };
 
-// The value of a non-negative pattern by the definition of the format. Infinity gets the value that
-// the next exponent would have: what it stands for when values are rounded to it.
+// The value of a non-negative pattern by the definition of the format. Infinity gets the value of
+// the next exponent, which it stands for when values are rounded.
 template <typename T>
 double ValueOf(uint16_t bits) {
   const int mantissa = bits & ((1 << Layout<T>::kMantissaBits) - 1);
@@ -64,7 +64,7 @@ void TestEveryPattern() {
   }
 }
 
-// Nearest pattern by search in the table of all values; of two at the same distance the even one.
+// Finds the nearest pattern in the table of all values, and the even one of two at equal distance.
 template <typename T>
 class Rounder {
  public:
@@ -101,7 +101,7 @@ void TestRounding() {
     CHECK(FromFloat<T>(value).bits == rounder.Round(value));
     CHECK(FromFloat<T>(-value).bits == rounder.Round(-value));
   };
-  // Each value, the middle to the next one (exact in float32) and the floats beside both.
+  // Each value, the middle between it and the next (exact in float32), and both's neighbours.
   for (uint16_t bits = 0; bits < Layout<T>::kInfinity; ++bits) {
     const double low = rounder.value(bits);
     const double high = rounder.value(static_cast<uint16_t>(bits + 1));
@@ -129,7 +129,7 @@ void TestRounding() {
   }
 }
 
-// Signs, payloads, quiet and signalling ones: all become the one NaN.
+// Quiet and signalling NaNs of any sign and payload all become the one canonical NaN.
 template <typename T>
 void TestNan(uint32_t canonical) {
   for (const uint32_t sign : {0u, 0x80000000u}) {
@@ -170,7 +170,7 @@ void TestNoFusedMultiplyAdd() {
   }
 }
 
-// The loops over rows give what the conversions give one by one, for every element.
+// The loops over rows give the same as the conversions one by one, for every element.
 template <typename T>
 void TestRowLoops() {
   std::vector<T> patterns;
@@ -186,7 +186,7 @@ void TestRowLoops() {
   cpu::Round(rounded.data(), sum.data(), count);
   for (size_t i = 0; i < sum.size(); ++i) {
     CurrentCase() = "pattern " + std::to_string(i);
-    // A sum with a NaN has whatever sign and payload the hardware gives it.
+    // The hardware chooses the sign and payload of a NaN that comes from a sum.
     CHECK(FloatBits(FromFloat<float>(sum[i])) == FloatBits(FromFloat<float>(expected_sum[i])));
     CHECK(rounded[i].bits == FromFloat<T>(expected_sum[i]).bits);
   }
@@ -206,8 +206,8 @@ uint64_t FloatMode() {
 void SetFlushToZero() { asm volatile("msr fpcr, %0" ::"r"(FloatMode() | kFlushToZero)); }
 #endif
 
-// What XLA:CPU's threads bring. Without the guard denormals are lost, so the guard is what keeps
-// them; and the caller's mode is as it was afterwards.
+// With the mode of XLA:CPU's threads: without the guard denormals are lost, so the guard keeps
+// them. Afterwards the caller's mode is restored.
 void TestScopedDenormals() {
   const auto plain = FloatMode();
   const volatile uint16_t smallest_half = 1;

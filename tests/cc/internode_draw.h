@@ -1,4 +1,4 @@
-// What internode_world.h exchanges: rules and groups, and what every rank knows of a call.
+// What internode_world.h exchanges: rules, groups, and what every rank knows about a call.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Rules {
   bool fences = true;
   bool settles = true;
   bool waits_for_credits = true;
-  bool inbox = true;     // else flags are put where they are read
-  bool observes = true;  // else credits go back for what has not arrived
+  bool inbox = true;     // else flags are put directly where they are read
+  bool observes = true;  // else credits are returned for what has not arrived
   bool orders = true;    // else credits for what a relay observes may overtake each other
 
   bool all() const { return fences && settles && waits_for_credits && inbox && observes && orders; }
@@ -24,7 +24,7 @@ struct Rules {
 
 struct Setup {
   uint32_t ranks, node, depth;
-  bool bundles;  // of dispatches, where nodes are of one size
+  bool bundles;  // dispatches are bundled if nodes have equal sizes
   uint64_t first_epoch, seed;
 };
 
@@ -36,7 +36,7 @@ inline uint64_t Bits(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t to
 inline int64_t MessagesOf(uint64_t epoch, uint32_t kind) {
   return static_cast<int64_t>(Bits(epoch, kind, 0, 0, 99) % (kMost + 1));
 }
-// The token of each slot; of combines, whose slots have no token, its number.
+// The token of each slot, or the slot's number in combines, whose slots have no token.
 inline std::vector<int64_t> TokensOf(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t to) {
   std::vector<int64_t> tokens;
   const uint64_t bits = Bits(epoch, kind, source, to, 98);
@@ -57,7 +57,7 @@ inline uint64_t WordOf(uint64_t epoch, uint32_t kind, uint32_t source, uint32_t 
                        uint64_t word) {
   return Bits(epoch, kind, source, kind == 0 ? 0 : to, static_cast<uint64_t>(token) * 8 + word);
 }
-// Neither cached dispatches nor combines.
+// 0 for calls without counts, which are cached dispatches and combines.
 inline int64_t CountsOf(uint64_t epoch, uint32_t kind) {
   return kind == 0 && Bits(epoch, kind, 0, 0, 97) % 3 != 0 ? CountCells(kExperts) : 0;
 }

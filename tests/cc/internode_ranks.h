@@ -1,5 +1,4 @@
-// The ranks of internode_world.h: their blocks, on nodes of one or more, and where things lie in
-// them.
+// The ranks of internode_world.h, on nodes of one or more, and the layout of their blocks.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +63,7 @@ class InternodeRanks {
   struct Rank {
     std::vector<Line> memory;
     uint8_t* block;
-    std::vector<uint8_t*> windows;                          // as a kernel has them
+    std::vector<uint8_t*> windows;                          // as in a kernel
     std::vector<std::unique_ptr<AdversePuts::Lane>> lanes;  // of shares, and of credits
     CallState states[kBufferGroups];
   };
@@ -103,7 +102,7 @@ class InternodeRanks {
     return setup.bundles ? NodeMap::Of(numbers, setup.ranks) : NodeMap{};
   }
   bool Bundled(uint32_t kind) const { return kind == 0 && map_.nodes > 0; }
-  // Whether this rank waits for what an internode source puts.
+  // Whether this rank waits for puts of an internode source.
   bool Hears(uint32_t r, uint32_t source, uint32_t kind) const {
     return IsInternode(r, source) && (!Bundled(kind) || map_.Relays(source, r));
   }
@@ -122,10 +121,10 @@ class InternodeRanks {
   const InternodeLayout internode_;
   const NodeMap map_;
   const BundleLayout bundle_;
-  // Of the rule that flags take no inbox.
+  // For runs without the inbox rule.
   const InternodeGroupLayout in_place_[kBufferGroups] = {InPlace(0), InPlace(1)};
   std::vector<std::unique_ptr<Rank>> ranks_;
-  std::unique_ptr<AdversePuts> puts_;  // ends first
+  std::unique_ptr<AdversePuts> puts_;  // last, so that it is destroyed first
 
  private:
   InternodeGroupLayout InPlace(int kind) const {

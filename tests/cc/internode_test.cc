@@ -1,5 +1,5 @@
-// protocol/internode.h between ranks on several nodes, over puts that do the worst: whole calls,
-// pending ones and dropped ones. Without any one of its rules what arrives must be wrong.
+// Tests of protocol/internode.h between ranks on several nodes, over adverse puts: whole calls,
+// pending ones and dropped ones. Without any one of its rules, wrong data must arrive.
 #include "protocol/internode.h"
 
 #include <cstdint>
@@ -33,7 +33,7 @@ void Right() {
   }
 }
 
-// Whoever finds that there is a report finds all of it.
+// A thread that sees that there is a report sees all of it.
 void Poison() {
   CurrentCase() = "poison";
   for (uint64_t seed = 1; seed <= 200; ++seed) {
@@ -48,12 +48,12 @@ void Poison() {
   }
 }
 
-// Data races are what these are about, so ThreadSanitizer has no part in them.
+// These provoke data races, so they do not run under ThreadSanitizer.
 void Wrong(const char* name, const Rules& rules, int times = 30) {
 #if !defined(__SANITIZE_THREAD__)
   CurrentCase() = name;
   bool found = false;
-  // Threads decide as well, so the last of these takes from none to a few tens of seeds.
+  // The order of threads matters, too, so the last of these takes up to a few tens of seeds.
   for (uint64_t seed = 0; seed < 100 && !found; ++seed) {
     for (const char* program : kPrograms) {
       const bool bundles = seed % 2 != 0 || !rules.orders;

@@ -1,7 +1,7 @@
-// The world of internode_test.cc: ranks that are threads, on nodes of one or more, each with a
-// block of its own. Ranks of a node store into each other's windows; over adverse_puts.h ranks of
-// others are reached by the steps of protocol/internode.h, dispatches by those of
-// protocol/bundle.h, in the order in which the kernels of a call take them.
+// The world of internode_test.cc: ranks are threads, on nodes of one or more, and each has its own
+// block. Ranks of a node store into each other's windows. Ranks of other nodes are reached over
+// adverse_puts.h by the steps of protocol/internode.h, and of protocol/bundle.h for dispatches, in
+// the order in which the kernels of a call take them.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ class World : private InternodeRanks {
  public:
   using InternodeRanks::InternodeRanks;
 
-  // Whether nobody has met anything wrong.
+  // Whether no rank has seen anything wrong.
   bool Run(const std::string& program, int times) {
     std::vector<std::thread> threads;
     for (uint32_t r = 0; r < setup_.ranks; ++r) {
@@ -49,7 +49,7 @@ class World : private InternodeRanks {
   }
 
  private:
-  // Nor is anybody waited for once something is wrong.
+  // Waits; ends at once if any rank has seen something wrong.
   template <typename Observe>
   bool Await(Observe observe) const {
     const WaitReport alive{};
@@ -121,7 +121,7 @@ class World : private InternodeRanks {
           words[i] = WordOf(epoch, kind, r, to, tokens[static_cast<size_t>(slot)], i);
         }
       }
-      // Combines announce no chunk without slots, and may say other things of it than its start.
+      // Combines do not announce chunks without slots, and need not announce where one starts.
       if (kind == 1 && count == 0) continue;
       const auto start = static_cast<uint32_t>(kind == 1 ? 0xABCD : first);
       PublishFlag(memory_, At<FlagCell>(base, offsets.Flags(lease.region, part)) + chunk,
@@ -155,7 +155,7 @@ class World : private InternodeRanks {
     const InternodeShape shape = ShapeOf(call.epoch, 0);
     uint8_t* staged = rank.block + internode_.staged;
     const int64_t n = MessagesOf(call.epoch, 0);
-    // An entry for each rank, in turn.
+    // One entry per rank, in order.
     std::vector<int32_t> slot_of(static_cast<size_t>(n * setup_.ranks), -1);
     for (uint32_t to = 0; to < setup_.ranks; ++to) {
       const std::vector<int64_t> tokens = TokensOf(call.epoch, 0, r, to);
@@ -202,7 +202,7 @@ class World : private InternodeRanks {
         if (slot < 0) continue;
         const auto* message =
             At<uint64_t>(rank.block, bundles.Messages(side, call.region, from) + i * kMessageBytes);
-        // Word by word: ThreadSanitizer does not see a memcpy whose size is known.
+        // Word by word, as ThreadSanitizer does not see a memcpy of constant size.
         std::copy_n(
             message, kMessageBytes / 8,
             At<uint64_t>(window, offsets.Messages(call.region, source) + slot * kMessageBytes));
@@ -325,7 +325,7 @@ class World : private InternodeRanks {
   }
 
   const HostSignalMemory memory_{};
-  std::atomic<bool> right_ = true;  // what everybody has met so far
+  std::atomic<bool> right_ = true;  // whether all ranks have seen only right data so far
 };
 
 }  // namespace jax_ep

@@ -1,5 +1,5 @@
-// Tests of protocol/layout.h, and of what window.h keeps of routes: fields lie in order, apart and
-// aligned, whatever the sizes, and the wire has the offsets it is documented to have.
+// Tests of protocol/layout.h, and of what window.h stores for routes: fields are in order, disjoint
+// and aligned, whatever the sizes, and the wire has the documented offsets.
 #include "protocol/layout.h"
 
 #include <cstdio>
@@ -18,7 +18,7 @@ struct Field {
   int64_t align;
 };
 
-// No field overlaps the next, none starts before it could, and the end is the next multiple.
+// No field overlaps the next, there are no gaps beyond alignment, and the end is the next multiple.
 void CheckFields(std::initializer_list<Field> fields, int64_t bytes,
                  int64_t multiple = kMessageStrideBytes) {
   int64_t end = 0;
@@ -88,14 +88,14 @@ void TestFieldsForManySizes() {
     CheckFields(
         {{home.tag, 8, 4}, {home.num_sums, 4, 4}, {home.messages, slots * combine.bytes, 128}},
         home.bytes, 1);
-    // Wherever a region begins, its tag is where that of another op would be.
+    // The tag of a region has the same place in every op.
     CHECK(header.tag == kTagOffset && known.tag == kTagOffset && home.tag == kTagOffset);
     CHECK((header.bytes + slots * first.bytes) % kMessageAlignBytes == 0);
     CHECK(known.bytes % kMessageStrideBytes == 0 && home.bytes % kMessageStrideBytes == 0);
   }
 }
 
-// 32 experts a rank, 7168 bfloat16 elements, top-8: every number spelt out.
+// 32 experts per rank, 7168 bfloat16 elements, top-8: every number is spelt out.
 void TestKnownOffsets() {
   const auto header = RegionHeader::Of(32);
   CHECK(header.num_slots == 8 && header.expert_counts == 12 && header.bytes == 144);
@@ -108,7 +108,7 @@ void TestKnownOffsets() {
   CHECK(scaled.scales == 7168 && scaled.source_token == 7392 && scaled.bytes == 7552);
   CHECK(CachedDispatchMessage::Of(7168, 224, 8).weight == 7392);
   CHECK(CachedDispatchMessage::Of(7168, 224, 8).bytes == 7424);
-  // Scales that end inside 16 bytes: what comes after them has copies of its own.
+  // Scales end inside 16 bytes; what comes after them is copied separately.
   CHECK(DispatchMessage::Of(640, 20, 2).source_token == 672);
   CHECK(DispatchMessage::Of(640, 20, 2).expert == 676);
   CHECK(DispatchMessage::Of(640, 20, 2).bytes == 768);

@@ -1,6 +1,6 @@
 // Tests of the decoders of the grouped matmuls: a call as Python makes it passes and becomes the
-// step that it says, and one in which any operand has another size, rank or dtype is refused with a
-// message.
+// step that it describes. A call in which any operand has another size, rank or dtype is refused
+// with a message.
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -84,7 +84,7 @@ void TestOuter() {
   }
 }
 
-// The scale of block k of the contracted dimension and b of the other one, of side s.
+// The index of side s's scale for block k of the contracted dimension and block b of the other.
 int64_t ScaleAt(const MatmulStep& step, int64_t group, int64_t k, int64_t s, int64_t b) {
   return group * step.scales_per_group + k * step.scales_per_k + s * step.scales_per_side +
          b * step.scales_per_b;
@@ -188,7 +188,7 @@ void TestQuantizeMatrices() {
   }
 }
 
-// Columns that are not aligned, though all operands agree.
+// Unaligned columns are refused even if all operands agree.
 void TestAlignment() {
   CustomCall made;
   made.Add("rows", ffi::BF16, {N, 12});

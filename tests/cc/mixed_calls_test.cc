@@ -1,5 +1,5 @@
-// Ranks whose exchange pairs up different calls: each of them returns nothing and says so, once;
-// and the next call that they make together is right.
+// An exchange pairs up different calls of its ranks: each of these returns nothing and reports it
+// once, and the next call that the ranks make together is right.
 #include <cstdio>
 #include <set>
 #include <string>
@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kKey = 0x1234'5678'9ABC'DEF0;
 const RegionTag kRight = RegionTag::Of(kKey, CallOp::kDispatch, false, 77, 4096);
 
-// What each difference alone makes of the tag.
+// Each difference alone changes the tag.
 void TestTags() {
   CHECK(kRight == RegionTag::Of(kKey, CallOp::kDispatch, false, 77, 4096));
   CHECK(kRight.op() == CallOp::kDispatch);
@@ -26,7 +26,7 @@ void TestTags() {
   for (int64_t key = 0; key < 8; ++key) {
     for (const CallOp op : {CallOp::kDispatch, CallOp::kCachedDispatch, CallOp::kCombine}) {
       for (int64_t bit = 0; bit < 63; ++bit) {
-        // Keys and sites are 63 bits of a digest; theirs differ in one bit here.
+        // Keys and sites are 63 bits of a digest; here they differ in one bit.
         const int64_t key_bits = kKey ^ (int64_t{1} << key * 7), site = int64_t{1} << bit;
         for (const bool in_halves : {false, true}) {
           const RegionTag tag = RegionTag::Of(key_bits, op, in_halves, site, 4096);
@@ -65,7 +65,7 @@ void CheckNoDispatch(const Rank& rank, const Options& options) {
   if (options.tiled) CHECK(AllZero(rank.scales_offsets));
 }
 
-// The report of a rank whose exchange is with ranks of `tags`; then frees it.
+// Checks the report of a rank whose exchange is with ranks of `tags`, and takes it.
 void TakeReport(World& world, size_t index) {
   Rank& rank = world.ranks[index];
   size_t source = 0;
@@ -112,7 +112,7 @@ void TestEveryRankIsTold() {
       }
     }
     const auto mix = [&] {
-      // At least one, and not all.
+      // At least one rank is different, and not all are.
       const int64_t first = random.In(0, options.shape.ranks - 1);
       const RegionTag tag = wrong[random.In(0, 4)];
       for (int64_t i = 0; i < options.shape.ranks; ++i) {
@@ -168,7 +168,7 @@ void TestEveryRankIsTold() {
   }
 }
 
-// A dispatch on one rank, a combine on the other, whose regions are as long.
+// A dispatch on one rank, a combine on the other.
 void TestOtherOp() {
   Random random(52);
   Options options;
@@ -185,7 +185,7 @@ void TestOtherOp() {
   b.tag = RegionTag::Of(kKey, CallOp::kCombine, false, 99, 4096);
   world.Pack(a);
   world.CombinePack(b);
-  // Only the tags need to cross: a region's length is the exchange's matter.
+  // Only the tags need to be exchanged; region lengths are up to the exchange.
   for (int64_t from = 0; from < 2; ++from) {
     std::memcpy(a.recv.data() + from * world.RegionBytes(), world.ranks[size_t(from)].send.data(),
                 static_cast<size_t>(kTagBytes));
@@ -204,7 +204,7 @@ void TestOtherOp() {
   CHECK(b.mixed.source == 0 && b.mixed.here == static_cast<int32_t>(CallOp::kCombine));
 }
 
-// The first report is kept until somebody takes it, and nobody need ask.
+// The first report is kept until it is taken, and nobody need ask for it.
 void TestReports() {
   Random random(53);
   Options options;
@@ -224,7 +224,7 @@ void TestReports() {
   world.ranks[0].mixed = {};
   world.Dispatch();
   CHECK(world.ranks[0].mixed.source == 1);
-  // Of a group that has been closed.
+  // The call of a group that has been closed.
   Rank& rank = world.ranks[0];
   CombineUnpackStep step{options.shape,
                          options.element,

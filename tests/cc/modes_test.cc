@@ -1,5 +1,5 @@
-// CombineUnpack of rows that cross one by one, and with a shared expert's rows: sums in their
-// order, and nothing read out of bounds whatever the tables say.
+// CombineUnpack of rows that are sent one by one, and with a shared expert's rows: sums are in
+// order, and nothing is read out of bounds, whatever the tables say.
 #include <cstdint>
 #include <vector>
 
@@ -28,7 +28,7 @@ class Call {
     recv_.resize(static_cast<size_t>(shape.ranks * region.bytes));
     for (int64_t rank = 0; rank < shape.ranks; ++rank) {
       uint8_t* from = recv_.data() + rank * region.bytes;
-      // Some send too little, or say nonsense: what lies behind is not theirs.
+      // Some ranks send too few messages or claim nonsense; what follows must not be read.
       const int64_t said = random.OneIn(4) ? random.In(-3, slots_ + 3) : slots_;
       sent_.push_back(said);
       const auto num_sums = static_cast<int32_t>(said);
@@ -112,7 +112,7 @@ class Call {
   static float Load(const uint8_t* rows, int64_t index) {
     return LoadElement(rows, ElementType::kFloat32, index);
   }
-  // The least of a token's slots above `floor`, -1 where there is none.
+  // The least of a token's slots above `floor`, or -1.
   int64_t Next(int64_t token, int64_t floor) const {
     int64_t found = -1;
     for (int64_t k = 0; k < made_.shape.top_k; ++k) {
@@ -123,7 +123,7 @@ class Call {
   }
 
   Case made_;
-  int64_t slots_ = 0, messages_ = 0;  // of a rank, of all
+  int64_t slots_ = 0, messages_ = 0;  // of one rank, of all ranks
   std::vector<int64_t> sent_;
   std::vector<uint8_t> recv_, output_, residual_, shared_;
   std::vector<int32_t> slot_of_;

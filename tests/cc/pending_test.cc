@@ -1,5 +1,5 @@
-// Tests of protocol/pending.h: its decisions, and programs with calls that nobody ends between
-// ranks that are threads. Runs under TSan and ASan + UBSan as well.
+// Tests of protocol/pending.h: its decisions, and programs with calls that are never ended. Ranks
+// are threads. Runs under TSan and ASan + UBSan as well.
 #include "protocol/pending.h"
 
 #include <cstdint>
@@ -18,7 +18,7 @@ void TestLeases() {
   const RegionLease held = LeaseRegion(state, 2, 2);
   CHECK(held.epoch == 4 && held.region == 0 && held.previous == 3);
   CommitSend(state, held);
-  // Fused calls go round the held region, one after the other.
+  // Fused calls skip the held region, one after the other.
   for (uint64_t epoch = 5; epoch < 8; ++epoch) {
     const RegionLease lease = LeaseRegion(state, 2, 2);
     CHECK(lease.epoch == epoch && lease.region == 1);
@@ -32,7 +32,7 @@ void TestLeases() {
   CHECK(back.epoch == 8 && back.region == 0 && back.previous == 4);
 }
 
-// Calls go round the first regions; the others hold those beside pending ones.
+// Calls take the first regions in turn; the others are for calls beside pending ones.
 void TestTurns() {
   for (const uint64_t first : kFirstEpochs) {
     CallState state = StartState(first);
@@ -53,7 +53,7 @@ void TestTurns() {
   }
 }
 
-// Of calls that fill all regions the oldest is given up, also where epochs wrap between them.
+// If pending calls fill all regions, the oldest is given up, also if epochs wrap between them.
 void TestPending() {
   for (const uint64_t first : kFirstEpochs) {
     CallState state = StartState(first);
@@ -78,15 +78,15 @@ void TestPending() {
           PendingCall{calls[5].epoch + 1, calls[5].region, 5}}) {
       CHECK(ResumeRegion(state, wrong, 3).region == kNoRegion);
     }
-    // Once only.
+    // A call ends only once.
     CommitReceive(state, ResumeRegion(state, calls[4], 3));
     CHECK(ResumeRegion(state, calls[4], 3).region == kNoRegion);
     CHECK(ResumeRegion(state, calls[5], 3).region == calls[5].region);
   }
 }
 
-// As the kernels: one region to go round, two more beside pending calls, and the oldest of three is
-// given up.
+// As in the kernels: one region for whole calls, two more for pending ones, and the oldest of three
+// is given up.
 void TestDroppedCalls() {
   for (const char* program :
        {"D>a D>b D<a D<b D>c D<c D", "D>a D D>b D C>c D<a C D D<b C<c C", "D>a D>b D>c D D<b D<c D",

@@ -1,5 +1,5 @@
 // Tests of the quantised formats: every code of their element types against the definition of the
-// type, and the loops over rows of cpu/quantize.h against the formats' pieces.
+// type, and the loops over rows in cpu/quantize.h against the formats' own functions.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -18,7 +18,7 @@
 namespace jax_ep {
 namespace {
 
-// The values of a code's magnitudes by the definition of the type; the last of E4M3's is NaN.
+// The values of all magnitudes by the definition of the type; E4M3's last one is NaN.
 template <typename Code>
 std::vector<double> Magnitudes() {
   constexpr bool kE4M3 = std::is_same_v<Code, E4M3>;
@@ -33,7 +33,7 @@ std::vector<double> Magnitudes() {
   return values;
 }
 
-// Every code both ways, and what rounds to it: the middles, the floats beside them, what is beyond.
+// Every code both ways, and rounding of the middles, of their neighbours and of values beyond.
 template <typename Code>
 void TestCode() {
   const std::vector<double> values = Magnitudes<Code>();
@@ -105,8 +105,8 @@ Element AnyElement(Random& random, int kind) {
   }
 }
 
-// The loops over rows, in whatever instructions they were compiled to, give what the format's
-// pieces give one by one, in every length and whatever the blocks hold.
+// The loops over rows, whatever instructions they use, give the same as the format's functions one
+// by one, for every length and whatever the blocks hold.
 template <typename Format, typename Element>
 void TestQuantizedRows() {
   using Code = typename Format::Code;
@@ -148,7 +148,7 @@ void TestQuantizedRows() {
   }
 }
 
-// What GPUs divide with, on numbers that scales may be and on all that lies below their amax.
+// DividerBy, with which GPUs divide: numbers are possible scales, values are below their amax.
 void TestDivider() {
   Random random(23);
   const auto below = [&](float amax) {
@@ -188,9 +188,8 @@ void TestDivider() {
   CHECK(std::isnan(DividerBy(NAN)(1.0f)) && std::isnan(DividerBy(0.3f)(NAN)));
 }
 
-// Of 16-bit elements: every mantissa of the largest and of the others, down to quotients whose code
-// is zero.
-// Codes are right even where a GPU's reciprocal were a unit off.
+// 16-bit elements: every mantissa of the largest and of the others, down to quotients whose code is
+// zero. Codes are right even if a GPU's reciprocal is a unit off.
 template <int kMantissaBits>
 void TestOneCorrection() {
   constexpr uint32_t kMantissas = 1u << kMantissaBits;
@@ -240,7 +239,7 @@ void TestConstantDivisor() {
   CHECK(std::isnan(DivideByConstant<kNumber>(NAN)));
 }
 
-// The two ways to e2m1: around every value between codes, and in all binades.
+// The two encoders of e2m1 agree around every value between codes, and in all binades.
 void TestE2M1ByLines() {
   const auto check = [](uint32_t bits) {
     CurrentCase() = "bits " + std::to_string(bits);

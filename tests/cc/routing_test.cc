@@ -1,5 +1,5 @@
-// Tests of protocol/routing.h and protocol/shape.h: routing against its definition in words,
-// routing in runs, the guards between a message's contents and a write, and refused sizes.
+// Tests of protocol/routing.h and protocol/shape.h: routing against its definition, also in runs,
+// the checks between a message's contents and a write, and refused sizes.
 #include "protocol/routing.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Routed {
   bool operator==(const Routed&) const = default;
 };
 
-// Ids with duplicates, -1, ids just outside [0, E) and extremes.
+// Ids with duplicates, with -1, just outside of [0, E) and extreme ones.
 std::vector<int32_t> DrawIds(Random& random, const EpShape& shape) {
   const int64_t experts = shape.experts();
   const int64_t spread = random.OneIn(3) ? std::min<int64_t>(experts, 3) : experts;
@@ -146,7 +146,7 @@ void TestPlaces() {
   }
 }
 
-// Row by row, in a small window of sizes.
+// Compares with counting row by row, for small sizes.
 void TestDroppedRowsAgainstDefinition() {
   for (int64_t start = 0; start < 12; ++start) {
     for (int64_t rows = 0; rows < 12; ++rows) {
@@ -187,7 +187,7 @@ void TestGuards() {
       CHECK(RowOrDropped(index, capacity) == (inside ? index : -1));
     }
   }
-  // The largest group starts and counts that a valid shape can bring.
+  // The largest group starts and counts that a valid shape can have.
   const int64_t start = kMaxExperts * kMaxIndex;
   CHECK(DroppedRows(start, kMaxIndex, kMaxIndex) == kMaxIndex);
   CHECK(DroppedRows(kMaxIndex - 1, kMaxIndex, kMaxIndex) == kMaxIndex - 1);

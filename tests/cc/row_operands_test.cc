@@ -1,6 +1,6 @@
 // Tests of the decoders of passes over rows and of routers: a call as Python makes it passes and
-// becomes the step that it says, and one in which any operand has another size, rank or dtype is
-// refused with a message.
+// becomes the step that it describes. A call in which any operand has another size, rank or dtype
+// is refused with a message.
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -48,7 +48,7 @@ void TestCombineBack() {
     CHECK(step.cotangents != nullptr && step.to_rows == step.cotangents);
     CHECK(step.expert_out != nullptr && step.expert_out != step.cotangents);
     CHECK(step.row_weights != nullptr && step.row_slot != nullptr && step.to_weights != nullptr);
-    // The kernel reads what it writes.
+    // The kernel reads the buffer that it writes, so it must be aliased.
     made.aliases.clear();
     CHECK(Refusal<CombineBackCall>(made) ==
           "ep_combine_back: cotangents must be given as its own result");
@@ -107,7 +107,7 @@ void TestDequantizeRows() {
   }
 }
 
-// Any number of groups and of rows, but whole blocks of columns.
+// Any number of groups and of rows passes, but columns must be whole blocks.
 void TestSizes() {
   const Named& out = kElements[1];
   for (const int64_t groups : {int64_t{0}, int64_t{1}, int64_t{1000}}) {
@@ -180,9 +180,9 @@ void TestRouter() {
     CHECK(Says(refused("best_of_group", wrong), "best_of_group must be in [1, 16], got "));
   }
   CHECK(Says(refused("num_groups", int64_t{5}), "num_groups must divide E, 64, got 5"));
-  // The groups that are kept have too few.
+  // The groups that are kept have too few experts.
   CHECK(Says(refused("top_groups", int64_t{1}, 16), "K must be in [1, 4], got 8"));
-  // Where all groups are kept, their scores do not count.
+  // If all groups are kept, their scores do not matter.
   CustomCall all = MadeRouter(8, 2, true);
   Set(all, "top_groups", int64_t{4});
   CHECK(Refusal<RouterCall>(all).empty());

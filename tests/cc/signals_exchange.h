@@ -1,5 +1,5 @@
 // Whole exchanges between ranks that are threads, with the blocks, queues, waits and credits of a
-// GPU kernel, over windows in host memory. signals_test.cc runs programs of calls through it.
+// GPU kernel, over windows in host memory. signals_test.cc runs programs of calls through them.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Options {
   uint32_t ranks = 2;
   uint32_t turns = 0;  // 0: all regions
   uint32_t depth = 1;
-  bool gives_up = false;  // the oldest pending call, where calls fill all regions
+  bool gives_up = false;  // gives up the oldest pending call if calls fill all regions
   uint32_t blocks = 1;    // workers of a rank, each with threads of two roles
   uint32_t senders = 1;
   uint32_t receivers = 1;
@@ -94,8 +94,8 @@ class Exchange {
     uint64_t calls_done = 0;
   };
 
-  // What the threads of a block share; written by the first of them (counts: by the first
-  // receiver), read behind a barrier.
+  // What the threads of a block share. The first thread writes it (the first receiver writes the
+  // counts), and all read it after a barrier.
   struct Block {
     Block(Rank& of, uint32_t threads, uint32_t receivers)
         : rank(of), barrier(threads), receiver_barrier(receivers) {}
@@ -131,7 +131,7 @@ class Exchange {
       const bool done = self.sender ? RunSender(self) : RunReceiver(self);
       if (!done) self.rank().failed = self.block.failed = true;
       Leave(self);
-      self.rank().launch->arrive_and_wait();  // a stream: launches of one rank do not overlap
+      self.rank().launch->arrive_and_wait();  // like a stream: a rank's launches do not overlap
       if (self.rank().failed) return;
     }
   }
@@ -179,7 +179,7 @@ class Exchange {
     }
   }
 
-  // One thread.
+  // Called by one thread.
   void GiveUpSurplus(const Self& self) {
     CallState& state = self.window().state;
     const uint32_t region = SurplusRegion(state, options_.depth);
@@ -197,7 +197,7 @@ class Exchange {
     if (noise % 64 == 1) std::this_thread::sleep_for(std::chrono::microseconds(noise / 64 % 100));
   }
 
-  // Own rank first.
+  // The own rank comes first.
   uint32_t Peer(const Self& self, uint32_t index) const {
     return (self.rank().id + index) % options_.ranks;
   }
@@ -235,7 +235,7 @@ class Exchange {
 
   bool AwaitCredits(const Self& self, Phase phase) {
     const RegionLease& lease = self.block.lease;
-    // Credits may have come before the group died.
+    // Credits may have arrived before the group failed.
     if (IsPoisoned(memory_, &self.rank().poison)) return false;
     for (uint32_t i = 0; kWaitForCredit && i < options_.ranks; ++i) {
       const uint32_t destination = Peer(self, i);
@@ -262,7 +262,7 @@ class Exchange {
     }
   }
 
-  // Counts a part of the tokens; whoever adds the last part posts the counts of all.
+  // Counts a part of the tokens; the worker that adds the last part posts all counts.
   bool Route(const Self& self, uint32_t item) {
     const Draw draw = self.DrawOf(self.rank().id);
     Totals& totals = self.window().totals;
@@ -282,7 +282,7 @@ class Exchange {
     return true;
   }
 
-  // One chunk of tokens, to all destinations.
+  // Sends one chunk of tokens to all destinations.
   bool Send(const Self& self, uint32_t chunk, bool& may_store) {
     if (!may_store && !AwaitCredits(self, Phase::kSend)) return false;
     may_store = true;
@@ -324,7 +324,7 @@ class Exchange {
     }
   }
 
-  // One thread waits; the counts are read by all receivers of its block.
+  // One thread waits; all receivers of its block read the counts.
   bool AwaitCounts(const Self& self) {
     for (uint32_t i = 0; i < options_.ranks; ++i) {
       const uint32_t source = Peer(self, i);

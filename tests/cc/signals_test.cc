@@ -1,5 +1,5 @@
-// Tests of protocol/signals.h: its decisions where epochs wrap, and programs of calls between ranks
-// that are threads, up to late peers and mixed-up calls.
+// Tests of protocol/signals.h: its decisions, also where epochs wrap, and programs of calls between
+// ranks that are threads, including late peers and mixed-up calls.
 #include "protocol/signals.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ void TestFlags() {
   CHECK(StartMark(kFirstEpoch) == FlagCell{}.epoch && StartState(kFirstEpoch).last_epoch[0] == 0);
 }
 
-// A cell arrives with its own stamp alone; zeros and those of the calls around it are pending.
+// A cell arrives only with its own stamp; zeros and stamps of nearby calls are pending.
 void TestCounts() {
   const HostSignalMemory memory;
   for (const uint64_t first : kFirstEpochs) {
@@ -67,7 +67,7 @@ void TestCredits() {
         if (divides && call >= depth) CHECK(lease.previous == lease.epoch - depth);
         CHECK(ClassifyCredit(credit, lease) == Observation::kArrived);
         CHECK(ClassifyCredit(lease.previous - 1, lease) == Observation::kPending);
-        // From a destination that needed nothing of this rank; a later epoch is from nobody.
+        // A destination that needs nothing may give this epoch's credit; none gives a later one.
         CHECK(ClassifyCredit(lease.epoch, lease) == Observation::kArrived);
         CHECK(ClassifyCredit(lease.epoch + 1, lease) == Observation::kProtocolError);
         CHECK(ClassifyCredit(lease.epoch + depth, lease) == Observation::kProtocolError);
@@ -105,18 +105,17 @@ void TestQueues() {
       {{Phase::kReceive, 0}, {Phase::kReceive, 1}, {Phase::kReceive, 2}, {Phase::kReceive, 3}});
   CheckQueue({0, 1, 0}, Queue::kSend, {{Phase::kSend, 0}});
   for (const Queue queue : {Queue::kSend, Queue::kReceive}) CheckQueue({0, 0, 0}, queue, {});
-  // As one queue: whoever could still send does not place.
+  // In one queue, a worker does not place while there is something to send.
   for (uint32_t i = 0; i < 5; ++i) CHECK(ItemInOrder(plan, i).phase != Phase::kReceive);
   CHECK(ItemInOrder(plan, 8).index == 3 && ItemInOrder(plan, 9).phase == Phase::kNone);
 }
 
-// Arrivals are numbered. The last to leave, and nobody else, finds the counters as the next call
-// needs them.
+// Arrivals are numbered. Only the last to leave resets the counters for the next call.
 void TestLeaving() {
   const HostSignalMemory memory;
   CallState state = StartState(kFirstEpoch);
   const WorkPlan plan{1, 2, 2};
-  // In the first call nobody fails, then each worker once; 4 is the last to leave.
+  // In the first call no worker fails, then each one in turn; 4 is the last to leave.
   for (uint32_t failing = 0; failing <= 4; ++failing) {
     for (uint32_t worker = 0; worker < 4; ++worker) CHECK(EnterCall(memory, state) == worker);
     for (const Queue queue : {Queue::kReceive, Queue::kSend}) {
@@ -131,21 +130,21 @@ void TestLeaving() {
     }
     const Departure end = LeaveCall(memory, state, 4, failing == 4, 9);
     CHECK(end.last && end.failed == (failing != 0));
-    CHECK(end.sum == 0);  // it wraps
+    CHECK(end.sum == 0);  // the sum wraps
     CHECK(state.leavers == 0 && state.tickets[0] == 0 && state.tickets[1] == 0);
     CHECK(state.entered == 0);
   }
-  // One alone is the last.
+  // A single worker is the last.
   CHECK(TakeItem(memory, state, plan, Queue::kSend).phase == Phase::kRoute);
   CHECK(EnterCall(memory, state) == 0);
   const Departure end = LeaveCall(memory, state, 1, false);
   CHECK(end.last && !end.failed && LeaveCall(memory, state, 1, true).failed);
   CHECK(LeaveCall(memory, state, 1, false, 7).sum == 7);
-  // A receive half goes on from what its send half has left.
+  // A receive half starts from the sum that its send half has kept.
   KeepSum(memory, state, LeaveCall(memory, state, 1, false, 7));
   CHECK(!LeaveCall(memory, state, 2, false, 5).last);
   CHECK(LeaveCall(memory, state, 2, false, 2).sum == 14);
-  // A failure there is one, whatever was kept; and what was kept ends with the call.
+  // A failure in the receive half counts, whatever was kept; the kept sum ends with the call.
   KeepSum(memory, state, {.last = true, .failed = false, .sum = UINT32_MAX});
   CHECK(!LeaveCall(memory, state, 2, true, 5).last && LeaveCall(memory, state, 2, false).failed);
   for (const bool failed : {false, true}) {
@@ -191,7 +190,7 @@ void TestWaitUntil() {
     CHECK(wait([] { return Observation::kProtocolError; }) == WaitStatus::kProtocolError);
     CHECK(polls == 1 && looks == 0);
 
-    // Eleven batches until the clock is found past the deadline, and one more.
+    // Eleven batches until the clock is past the deadline, and one more.
     const auto tick = [&] {
       if (polls % kPollsPerCheck == 0 && polls / kPollsPerCheck > 1) ++now;
       return Observation::kPending;
@@ -199,7 +198,7 @@ void TestWaitUntil() {
     CHECK(wait(tick) == WaitStatus::kTimedOut);
     CHECK(looks == 11 && polls == 12 * kPollsPerCheck);
 
-    // The worker sleeps past the deadline and what it waits for comes meanwhile.
+    // The worker sleeps past the deadline, and what it waits for arrives meanwhile.
     const auto sleep = [&] {
       if (polls > kPollsPerCheck) now = start + 1000;
       return polls > 2 * kPollsPerCheck ? Observation::kArrived : Observation::kPending;
@@ -217,7 +216,7 @@ void TestWaitUntil() {
 
 void TestPrograms() {
   const struct {
-    std::vector<std::string> by_rank;  // in turn
+    std::vector<std::string> by_rank;  // ranks take these in turn
     uint32_t min_depth;
   } programs[] = {
       {{"D D D D D"}, 1},
@@ -225,7 +224,7 @@ void TestPrograms() {
       {{"D>a D>b D<a D<b D>c C D<c"}, 2},
       {{"D>a D>b D<b D>c D<a D<c"}, 2},
       {{"D>a D C D D C>b D<a D C C<b"}, 2},
-      // Credits come early.
+      // Credits are early.
       {{"C C~ D C C~ C C", "C~ C D C~ C~ C C~", "C~ C~ D C~ C C~ C"}, 1},
       {{"C>a C~ C<a C~ C", "C>a C C<a C C~"}, 2},
   };
@@ -233,7 +232,7 @@ void TestPrograms() {
     for (uint32_t depth = min_depth; depth <= 2; ++depth) {
       for (uint32_t ranks = 2; ranks <= kMaxRanks; ++ranks) {
         for (const uint64_t first : kFirstEpochs) {
-          // One worker shows that the queues need no second one.
+          // A single worker shows that the queues do not need a second.
           for (const uint32_t many : {1u, 2u}) {
             CurrentCase() = by_rank[0] + ", depth " + std::to_string(depth) + ", " +
                             std::to_string(ranks) + " ranks, " + std::to_string(many) +
@@ -255,7 +254,7 @@ void TestPrograms() {
   }
 }
 
-// The others end a call, and give its credits, before the first rank begins it.
+// The others end a call, and return its credits, before the first rank begins it.
 void TestEarlyCredits() {
   for (const uint32_t depth : {1u, 2u}) {
     Exchange exchange({.ranks = 3, .depth = depth, .blocks = 2});
@@ -276,8 +275,8 @@ void CheckReport(const WaitReport& report, uint32_t awaited, uint64_t epoch, Wai
 
 constexpr std::chrono::milliseconds kShort{700};
 
-// The last rank comes after the others have given up: everybody's report names it, and it sends
-// nothing into windows whose owners no longer read them.
+// The last rank calls after the others have given up: every report names it, and it sends nothing
+// into windows whose owners no longer read them.
 void TestLatePeer() {
   for (const uint32_t ranks : {2u, 4u}) {
     for (const uint32_t blocks : {1u, 2u}) {
@@ -300,8 +299,8 @@ void TestLatePeer() {
   }
 }
 
-// The last rank sends its first call and never reads: the others' second call waits for its credit,
-// and their receivers for those that wait for it. All give up.
+// The last rank sends its first call but never reads. The others' second call waits for its credit,
+// and their receivers for ranks that wait for the credit. All give up.
 void TestMissingCredit() {
   if (!kWaitForCredit) return;
   Exchange exchange({.ranks = 3, .blocks = 2, .timeout = kShort});
@@ -312,7 +311,7 @@ void TestMissingCredit() {
     const WaitReport& report = exchange.report(r);
     CHECK(report.status == WaitStatus::kTimedOut && report.epoch == kFirstEpoch + 1);
     CHECK(report.waiting_rank != 2 && report.tag == 5);
-    // Credits are what senders wait for, and only the last rank's is missing.
+    // Senders wait for credits, and only the last rank's is missing.
     CHECK(report.phase == Phase::kReceive || report.awaited_rank == 2);
     const Region& region = exchange.window(r, 0).regions[0];
     CHECK(region.counts[0].stamp == CellStamp(kFirstEpoch));
@@ -320,7 +319,7 @@ void TestMissingCredit() {
   }
 }
 
-// Two kinds in opposite order cannot end, but the waits are bounded and say who waited for whom.
+// Calls of two kinds in opposite orders cannot end, but waits time out and say who waited for whom.
 void TestOppositeOrders() {
   Exchange exchange({.ranks = 2, .timeout = kShort});
   exchange.Run(0, 2, {"D C", "C D"});
@@ -343,7 +342,7 @@ void TestWrongTag() {
   }
 }
 
-// A flag or a credit from the future is refused, and the report reaches ranks that wait for others.
+// A flag or credit of a later epoch is refused, and the report reaches ranks that wait for others.
 void TestGreaterEpoch() {
   for (const bool credit : {false, true}) {
     if (credit && !kWaitForCredit) continue;

@@ -1,6 +1,6 @@
-// What signals_exchange.h exchanges: the windows of its ranks, programs of calls, their items, what
-// each call sends; and the mutants. Each JAX_EP_MUTATE_* macro breaks one rule of the protocol, and
-// then signals_test.cc must fail under ThreadSanitizer.
+// What signals_exchange.h exchanges: the windows of its ranks, programs of calls, their items and
+// what each call sends. Also the mutants: each JAX_EP_MUTATE_* macro breaks one rule of the
+// protocol, and signals_test.cc must then fail under ThreadSanitizer.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ WorkItem TakeItem(const M& memory, CallState& state, const WorkPlan& plan, Queue
 
 #if defined(JAX_EP_MUTATE_UNFENCED)
 struct TestMemory : HostSignalMemory {
-  // Held back until it is known what for.
+  // Deferred to Post, which knows the type of the cell.
   void ReleaseFence() const {}
 
   template <typename Cell>
@@ -70,17 +70,17 @@ inline constexpr bool kWaitForCredit = false;
 inline constexpr bool kWaitForCredit = true;
 #endif
 
-// Each block returns the credits when it is done itself.
+// Each block returns the credits as soon as it is done itself.
 #if defined(JAX_EP_MUTATE_EARLY_CREDIT)
 inline constexpr bool kEarlyCredit = true;
 #else
 inline constexpr bool kEarlyCredit = false;
 #endif
 
-// Of waits that must end well. A mutant may lose what it waits for.
+// The limit of waits that must succeed. In a mutant they may wait in vain.
 inline constexpr std::chrono::milliseconds kLong{kWaitForCredit && !kEarlyCredit ? 60000 : 3000};
 
-// Calls start a few epochs before each of these wrap or change sign.
+// Epochs at which calls start. From the later ones, they soon wrap or change sign.
 inline constexpr uint64_t kFirstEpochs[] = {kFirstEpoch, (uint64_t{1} << 32) - 2,
                                             (uint64_t{1} << 63) - 2, UINT64_MAX - 1};
 
@@ -108,7 +108,7 @@ struct Region {
   uint64_t slots[kMaxRanks][kTokens];
 };
 
-// What the route items of a call add up; zero between calls.
+// The sums of a call's route items; zero between calls.
 struct Totals {
   uint32_t slots[kMaxRanks];
   uint32_t finished;
@@ -124,7 +124,7 @@ struct Window {
 struct Call {
   uint32_t kind;  // 0: D, 1: C
   bool sends, places;
-  bool needs;        // what it is sent; otherwise it ends without a look at counts and flags
+  bool needs;        // else the call ends without reading counts and flags
   std::string name;  // of the pending call
 };
 
@@ -140,7 +140,7 @@ inline std::vector<Call> Parse(const std::string& program) {
   return calls;
 }
 
-// One call of one source, of which every rank knows what it sends.
+// One call of one source. Every rank can compute what it sends.
 struct Draw {
   uint64_t epoch;
   uint32_t kind, source;

@@ -26,7 +26,7 @@ inline std::string Text(const Options& options) {
   return text;
 }
 
-// Each quantised format as often, tokens and sums as they are the rest of the time.
+// Each quantised format is equally likely; otherwise tokens and sums are unquantised.
 inline void DrawFormat(Random& random, Options& options) {
   int64_t pick = random.In(0, 7);
   ForEachFormat([&]<typename Format>(Format) {
@@ -54,8 +54,8 @@ inline bool IsQuantized(const Options& options) {
   return quantized;
 }
 
-// Up to so many ranks, and units of alignment in a row as it is; `tokens` draws how many there are
-// where there are any.
+// Up to `ranks` ranks and `units` units of alignment in an unquantised row. `tokens` draws the
+// number of tokens if there are any.
 template <typename DrawTokens>
 Options DrawOptions(Random& random, int64_t ranks, int64_t units, DrawTokens tokens) {
   Options options;

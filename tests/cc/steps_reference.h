@@ -1,5 +1,5 @@
-// What the steps must give, from the definitions and without regard to speed, and the comparisons
-// with what a World has. Used by steps_test.cc.
+// The results that the steps must give, computed from the definitions without regard to speed, and
+// comparisons with those of a World. Used by steps_test.cc.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace jax_ep {
 
-// The tables and rows of one expert rank. A row without a source is padding, tail or beyond use.
+// The tables and rows of one expert rank. A row without a source is padding, tail or unused.
 struct ExpectedRank {
   struct Row {
     int32_t source = -1, token = -1, k = -1, flat_slot = -1;
@@ -29,7 +29,7 @@ class Reference {
 
   const ExpectedRank& at(int64_t rank) const { return expected_[static_cast<size_t>(rank)]; }
 
-  // -1 for an entry without a row, else its expert.
+  // The expert of an entry, or -1 if it has none.
   int64_t ExpertOf(int64_t source, int64_t token, int64_t k) const {
     const int32_t id = rank(source).ids.as<int32_t>()[token * shape().top_k + k];
     return id >= 0 && id < shape().experts() ? id : -1;
@@ -93,7 +93,7 @@ class Reference {
     CheckEncodedRows(index, whole ? shape().recv_rows : want.row_offsets.back());
   }
 
-  // Payloads and scales of a first dispatch, and where tiled scales lie: docs/formats.md.
+  // Payloads and scales of a first dispatch; docs/formats.md says where tiled scales lie.
   void CheckEncodedRows(int64_t index, int64_t count) const {
     const Rank& got = rank(index);
     const ExpectedRank& want = at(index);
@@ -211,7 +211,7 @@ class Reference {
   }
 
  private:
-  // What the source sees of a rank's sums.
+  // Rounds a rank's sums as the source receives them.
   void OverWire(std::vector<float>& sums) const {
     const auto count = static_cast<int64_t>(sums.size());
     if (world_.options.quantized_sums) {
@@ -230,7 +230,7 @@ class Reference {
   const EpShape& shape() const { return world_.shape(); }
   const Rank& rank(int64_t index) const { return world_.ranks[static_cast<size_t>(index)]; }
 
-  // Row of (source, token, k) at `owner`, -1 where k goes elsewhere or the row is dropped.
+  // Row of (source, token, k) at `owner`, or -1 if k goes elsewhere or the row is dropped.
   int64_t RowOf(int64_t source, int64_t token, int64_t k, int64_t owner) const {
     if (!GoesTo(source, token, owner)) return -1;
     int64_t slot = 0;
@@ -260,7 +260,7 @@ class Reference {
     }
   }
 
-  // Rows by expert, source, token, k; each expert's end padded; what lies past N dropped.
+  // Rows by expert, source, token, k. Each expert's end is padded, and rows past N are dropped.
   ExpectedRank Place(int64_t owner) const {
     const int64_t N = shape().recv_rows, n = shape().tokens;
     ExpectedRank out;

@@ -1,6 +1,6 @@
 // Tests of the CPU steps: whole dispatches and combines over ranks in one process against the
-// definitions (steps_reference.h), and hostile messages and tables, which may give any result but
-// must stay inside the buffers (run under AddressSanitizer).
+// definitions (steps_reference.h). Hostile messages and tables may give any result, but must not
+// touch anything outside of the buffers (run under AddressSanitizer).
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -23,7 +23,7 @@ Options Draw(Random& random) {
   return options;
 }
 
-// NaN wherever combine must not look; values in the rows that exist.
+// Fills rows that exist with values, and everything that combine must not read with NaN.
 void FillExpertOutputs(World& world, const Reference& reference, Random& random) {
   const EpShape& shape = world.shape();
   for (int64_t r = 0; r < shape.ranks; ++r) {
@@ -88,7 +88,7 @@ void TestColumnsOfScales() {
   }
 }
 
-// Sums longer than one pass of partial sums, and its remainder.
+// Rows longer than one pass of partial sums, and with a remainder.
 void TestLongRows() {
   Random random(12);
   for (const ElementType element : {ElementType::kFloat32, ElementType::kBFloat16}) {
@@ -107,7 +107,7 @@ void TestLongRows() {
   }
 }
 
-// Rows of every length up to a few cache lines, at every place in a line.
+// Rows of many lengths up to a few cache lines, at every offset in a line.
 void TestCopyAndClear() {
   constexpr int64_t kMargin = 64, kMostBytes = 208;
   Random random(16);
@@ -135,7 +135,7 @@ void TestCopyAndClear() {
   }
 }
 
-// Calls whose rows go past the caches, with rows on and off 16 bytes.
+// Calls whose rows are stored around the caches, aligned to 16 bytes and not.
 void TestStreaming() {
   Random random(13);
   for (const int64_t offset : {0, 4}) {
@@ -170,7 +170,7 @@ void TestStreaming() {
   }
 }
 
-// Independent calls of one handle may pack at the same time on one device: one of them reports.
+// Independent calls of one handle may pack on one device at the same time; one of them reports.
 void TestInvalidIdReportOfTwoThreads() {
   Random random(15);
   Options options;
@@ -198,7 +198,7 @@ void TestInvalidIdReportOfTwoThreads() {
   }
 }
 
-// The first bad id is kept until somebody takes it, and nobody need ask.
+// The first bad id is kept until it is taken, and nobody need ask for it.
 void TestInvalidIdReports() {
   Random random(14);
   Options options;
@@ -238,7 +238,7 @@ void TestInvalidIdReports() {
 
 // ---- Hostile input ------------------------------------------------------------------------------
 
-// Now any bits, now a number close to what would be valid.
+// Writes either random bits or numbers close to valid ones.
 void Corrupt(Random& random, const Buffer& buffer, int64_t limit, bool everywhere) {
   const int64_t words = buffer.bytes() / kIndexBytes;
   int64_t changes = words == 0 ? 0 : everywhere ? words : random.In(1, 6);
@@ -255,7 +255,7 @@ bool AllIn(const Buffer& buffer, int64_t low, int64_t high) {
                      [&](int32_t value) { return low <= value && value <= high; });
 }
 
-// A dispatch from corrupt regions, then the rest of the layer with the tables that came of it.
+// A dispatch from corrupt regions, then the rest of the layer with the tables that result.
 void CorruptRegions(World& world, Random& random, bool everywhere) {
   const EpShape& shape = world.shape();
   for (Rank& rank : world.ranks) {
@@ -288,7 +288,7 @@ void TestHostileInput() {
   Random random(15);
   for (int round = 0; round < 1000; ++round) {
     Options options = Draw(random);
-    options.threads = 1;  // two slots may claim one row: whichever comes last has it
+    options.threads = 1;  // two slots may claim one row, and the last one gets it
     CurrentCase() = "round " + std::to_string(round) + ": " + Text(options);
     World world(options, random);
     DrawIds(world, random);

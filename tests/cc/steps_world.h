@@ -1,5 +1,5 @@
-// All ranks of a group in one process, for steps_test.cc: inputs drawn at random, the CPU steps run
-// on every rank with the exchange between them as copies, and every buffer at its exact size.
+// All ranks of a group in one process, for steps_test.cc: inputs are random, the CPU steps run on
+// every rank, copies stand for the exchange, and every buffer has its exact size.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ inline void StoreElement(uint8_t* rows, ElementType type, int64_t index, float v
   std::memcpy(rows + index * 2, &bits, 2);
 }
 
-// Everyday values, a few denormals, zeros of both signs and infinities.
+// Ordinary values, a few denormals, zeros of both signs and infinities.
 inline void FillElements(Random& random, uint8_t* rows, ElementType type, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     float value = static_cast<float>(random.In(-1000, 1000)) * 0x1.234p-7f;
@@ -70,9 +70,9 @@ inline void FillElements(Random& random, uint8_t* rows, ElementType type, int64_
   }
 }
 
-// Runs the items in pieces of random size and order, on as many threads as asked. Who runs
-// which piece is settled beforehand: a shared counter would order the threads, and ThreadSanitizer
-// would then miss items that touch the same byte.
+// Runs the items in pieces of random size and order, on `threads` threads. Pieces are assigned to
+// threads beforehand: a shared counter would order the threads, and ThreadSanitizer would then miss
+// items that touch the same byte.
 inline void RunTask(const cpu::RowTask& task, int64_t threads, Random& random) {
   CHECK(task.items >= 0 && task.bytes >= 0);
   std::vector<std::pair<int64_t, int64_t>> pieces;
@@ -257,8 +257,8 @@ class World {
         CombineMessageOf(shape().hidden, options.wire, options.quantized_sums, num_weights());
     return CombineRegion::Of(shape().tokens, message.bytes).bytes;
   }
-  // Starts as bytes that mean something else each time if they are read: a row of expert 0, an
-  // absent row, a NaN; or as `wire_fill`.
+  // Filled with `wire_fill`, or at random with bytes that have different meanings if they are read:
+  // a row of expert 0, an absent row, a NaN.
   Buffer Wire(int64_t region_bytes) {
     Buffer wire(shape().ranks * region_bytes, options.offset == 0 ? 0 : kIndexBytes);
     const int fills[] = {0x00, kPoison, 0xFF}, drawn = fills[random_.In(0, 2)];
@@ -271,8 +271,8 @@ class World {
   void OfFormat(Visit&& visit) const {
     CHECK(VisitFormat(options.format, visit));
   }
-  // A token as the format has it: payload and scales, and the elements that come back. The loops of
-  // cpu/quantize.h, which formats_test.cc checks.
+  // A token in the format: payload, scales, and the elements after decoding. Computed by the loops
+  // of cpu/quantize.h, which quantized_test.cc checks.
   struct Coded {
     std::vector<uint8_t> payload, scales, elements;
   };
@@ -300,7 +300,7 @@ class World {
     });
     return coded;
   }
-  // All tokens of a rank, as they come to a dispatch that does not encode them.
+  // All tokens of a rank as codes, for a dispatch that does not encode them.
   struct Codes {
     Buffer codes, scales;
   };

@@ -1,5 +1,5 @@
-// Routes and messages that came back changed: what lies outside of its range counts as absent, bit
-// for bit, whatever the value is, and nothing outside of a buffer is touched (AddressSanitizer).
+// Routes and messages that were tampered with: out-of-range values count as absent, bit for bit,
+// whatever they are, and nothing outside of a buffer is touched (AddressSanitizer).
 #include <cstdint>
 #include <cstdio>
 #include <iterator>
@@ -61,7 +61,7 @@ bool Same(const Buffer& a, const Buffer& b) {
          std::memcmp(a.data(), b.data(), static_cast<size_t>(a.bytes())) == 0;
 }
 
-// Two worlds of the same inputs, one with -1 where the other has something out of range.
+// Two worlds have the same inputs, except that one has -1 where the other is out of range.
 void TestOutOfRangeIsAbsent() {
   Random random(31);
   for (int round = 0; round < 300; ++round) {
@@ -82,7 +82,7 @@ void TestOutOfRangeIsAbsent() {
     }
     for (size_t r = 0; r < absent.ranks.size(); ++r) {
       const Rank &a = absent.ranks[r], &b = hostile.ranks[r];
-      // A slot that nobody sent or summed any more holds what the wire buffer began with.
+      // A slot that is no longer sent or summed holds the initial bytes of the wire buffer.
       std::vector<bool> whole(static_cast<size_t>(options.shape.slots()), false);
       for (const Rank& source : absent.ranks) {
         const int64_t from = &source - absent.ranks.data();
@@ -112,9 +112,9 @@ void TestOutOfRangeIsAbsent() {
   }
 }
 
-// In-range values that are not those of the route: what a wire buffer held before, which may be
-// another call's, shows in no result. Two worlds that differ in that alone; their tasks run in the
-// same order, so what two items write has the same bytes.
+// The route has wrong values that are in range. The earlier contents of a wire buffer, which may be
+// another call's, must not show in any result. Two worlds differ only in these contents; their
+// tasks run in the same order, so that bytes that two items write are the same.
 void TestNothingOldShows() {
   Random random(33);
   for (int round = 0; round < 300; ++round) {
@@ -160,7 +160,7 @@ void TestNothingOldShows() {
   }
 }
 
-// Anything in any table and in any message: only the sanitizer judges.
+// Arbitrary contents in any table and message: only the sanitizer checks.
 void TestAnythingAnywhere() {
   Random random(32);
   for (int round = 0; round < 300; ++round) {
@@ -180,7 +180,7 @@ void TestAnythingAnywhere() {
     };
     for (Rank& rank : world.ranks) {
       spoil(rank.recv);
-      // With tags that differ nothing else would be looked at.
+      // With different tags nothing else would be read.
       for (int64_t source = 0; !random.OneIn(4) && source < options.shape.ranks; ++source) {
         cpu::WriteTag(rank.recv.data() + source * world.RegionBytes(), rank.tag);
       }

@@ -1,4 +1,4 @@
-// Calls of the window transports as Python makes them, with what may differ in each: for
+// Calls of the window transports as Python makes them, with what may differ in each. Used by
 // window_operands_test.cc.
 #pragma once
 
@@ -31,18 +31,18 @@ inline Encoding EncodingOf(const Variant& v) {
   return encoding;
 }
 
-// Of a dimension of an operand: its size is that of the call, and no other operand has it.
+// A dimension of an operand whose size no other operand shares, so that it may change.
 struct Free {
   std::string operand;
   size_t dim;
-  bool larger;  // windows bound it where not
+  bool larger;  // may also be larger; else windows bound it
 };
 struct Made {
   CustomCall call;
   std::vector<Free> free = {};  // nothing else may change, but `after` and a longer `pending`
-  // What other dtypes the tokens may have: those that nothing else is of.
+  // Other dtypes that the tokens may have, as no other operand depends on them.
   std::vector<ffi::DataType> dtypes = {};
-  std::string flag = {};  // the attribute that may be either
+  std::string flag = {};  // the attribute that may have either value
 };
 
 inline std::vector<ffi::DataType> TokenTypes(const Variant& v, bool encoded_alone) {
@@ -216,7 +216,7 @@ inline Made Make(CombineSendCall*, const Variant& v) {
   made.dtypes = {ffi::F16, ffi::F32};
   if (!by_row) made.free.push_back({"expert_out", 0, true});
   if (!v.by_entry) made.free.push_back({"row_of", 2, false});
-  // Tokens of one entry and entries that travel one by one are the same here.
+  // Tokens of one entry each look the same here as entries sent one by one.
   if (v.by_entry) made.flag = "by_entry";
   return made;
 }
@@ -241,7 +241,7 @@ inline Made Make(CombineReceiveCall*, const Variant& v) {
                           {"with_shared", v.shared},
                           {"combine_dtype", v.wire}};
   if (v.shared) made.free.push_back({"shared_rows", 0, true});
-  // What its slots are of shows in row_of alone, which the first half has.
+  // Only row_of, which the first half has, shows what the slots stand for.
   if (v.by_entry && !v.weighted) made.flag = "by_entry";
   return made;
 }

@@ -1,6 +1,6 @@
-// Tests of the decoders of the window transports: a call as Python makes it passes, and one in
-// which any operand has another size, rank or dtype, or any attribute another value, is refused
-// with a message, by the decoder or against the group's windows. What may differ is listed.
+// Tests of the decoders of the window transports: a call as Python makes it passes. A call in which
+// any operand has another size, rank or dtype, or any attribute another value, is refused with a
+// message, by the decoder or against the group's windows. Each Made lists what may differ.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -38,7 +38,7 @@ WindowSizes SizesFor(const Variant& v) {
   return sizes;
 }
 
-// "" where the call passes, or why it does not. `see` is given what was decoded.
+// "" if the call passes, or why it does not. `see` is called with the decoded call.
 template <typename Call>
 std::string Refusal(const CustomCall& made, const WindowSizes& sizes,
                     const std::function<void(const Call&)>& see = nullptr) {
@@ -110,7 +110,7 @@ class Trial {
         Operand operand = own;
         operand.dims[d] += by;
         if (operand.dims[d] < 0 || BytesOf(operand) < 0) continue;
-        // No int32 index reaches so many rows.
+        // int32 indices cannot reach that many rows.
         const bool free = IsFree(made_, own.name, d, by > 0) && (by <= 1 || own.name == "after");
         const bool longer = own.name == "pending" && d == 1 && by > 1;
         Changed(i, free || longer, operand,
@@ -127,7 +127,7 @@ class Trial {
       if (dtype == own.dtype) continue;
       operand = own;
       operand.dtype = dtype;
-      // Without scales nothing is read or written there.
+      // Without scales nothing is read or written through this operand.
       if (own.dims == std::vector<int64_t>{0} && own.dtype == ffi::U8) continue;
       const auto& others = made_.dtypes;
       const bool free = (own.name == "tokens" || (own.name == "expert_out" && !others.empty())) &&
@@ -136,7 +136,7 @@ class Trial {
     }
   }
 
-  // Key and site are any number, an alignment any positive one.
+  // Key and site may be any numbers, an alignment any positive one.
   void Attributes() const {
     for (size_t i = 0; i < made_.call.attributes.size(); ++i) {
       CustomCall call = made_.call;
@@ -159,7 +159,7 @@ class Trial {
     }
   }
 
-  // Of groups for less, or for others.
+  // Groups whose windows are smaller or different.
   void Windows() const {
     constexpr bool kRouted = std::is_base_of_v<RoutedWindowCall, Call>;
     constexpr bool kDispatch = kRouted || std::is_same_v<Call, WindowCachedDispatchCall>;
@@ -186,7 +186,7 @@ class Trial {
           kDispatch ? &WindowSizes::combine_tokens : &WindowSizes::dispatch_tokens, -1, false);
     other("no room for pending ones", &WindowSizes::depth, 1 - sizes_.depth, kHalf);
   }
-  // Whether the call has rows of one entry each, whose K it does not show.
+  // Whether the call sends rows of one entry each, so that it does not show K.
   bool SumsAlone() const {
     if constexpr (std::is_base_of_v<CombineSendCall, Call>) {
       return std::get<bool>(made_.call.AttributeOf("by_entry"));
@@ -204,7 +204,7 @@ void Try(const std::vector<Variant>& variants) {
   for (const Variant& variant : variants) Trial<Call>(variant).Run();
 }
 
-// Nor do options go together that no kernel has together.
+// Options that no kernel has together are refused.
 void OptionsAgree() {
   const Variant v{.weight_grads = true, .by_entry = true};
   const Made made = Make(static_cast<WindowCombineCall*>(nullptr), v);
@@ -212,7 +212,7 @@ void OptionsAgree() {
   CHECK(!Refusal<WindowCombineCall>(made.call, SizesFor(v)).empty());
 }
 
-// The one array of a first half aside holds what the other target has apart, and nothing else.
+// A send half aside has one array that holds just what the other target has in several results.
 void OneArrayHoldsAll() {
   const Variant v;
   int seen = 0;

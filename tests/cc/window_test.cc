@@ -1,6 +1,6 @@
-// Tests of protocol/window.h: no two parts of a window meet, whatever the sizes; every chunk, piece
-// and slot of every call that fits has its place; tags tell calls apart. And of ffi/window_sizes.h:
-// every call of a config fits.
+// Tests of protocol/window.h: no two parts of a window overlap, whatever the sizes; every chunk,
+// piece and slot of every call that fits has a place; tags tell calls apart. And of
+// ffi/window_sizes.h: every call of a config fits.
 #include "protocol/window.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kLine = 128;
 
-// Of a config: tokens of `element_bytes`, sums of `wire_bytes`.
+// The sizes of a config with tokens of `element_bytes` and sums of `wire_bytes`.
 WindowSizes SizesOf(int64_t ranks, int64_t local_experts, int64_t tokens, int64_t top_k,
                     int64_t hidden, int64_t element_bytes, int64_t wire_bytes, int64_t depth,
                     int64_t combine_tokens = 0) {
@@ -54,8 +54,8 @@ struct Part {
 
 // ---- Layout -------------------------------------------------------------------------------------
 
-// All that peers, or this rank's route items, write of its own; a region is one part for each
-// source, and so is what a source has of flags and counts.
+// All parts of the window that peers or this rank's route items write. A region is one part per
+// source, and so are a source's flags and counts.
 std::vector<Part> PartsOf(const WindowSizes& sizes, const WindowLayout& layout) {
   const int64_t route = RouteTotals::Ints(sizes.ranks * sizes.local_experts, sizes.ranks) * 4;
   const int64_t cells =
@@ -91,7 +91,7 @@ void CheckLayout(const WindowSizes& sizes) {
     end = part.begin + part.bytes;
   }
   CHECK(layout.bytes >= end && layout.bytes % kLine == 0);
-  // Nothing is lost but the rounding of each part to a line and of each region.
+  // Only the rounding of each part and of each region to a line is lost.
   int64_t used = 0;
   for (const Part& part : parts) used += part.bytes;
   CHECK(layout.bytes - used < (2 + 5 * kBufferGroups + 1) * kLine);
@@ -106,14 +106,14 @@ void CheckLayout(const WindowSizes& sizes) {
   }
   const auto& dispatch = layout.groups[static_cast<int>(CallKind::kDispatch)];
   const auto& combine = layout.groups[static_cast<int>(CallKind::kCombine)];
-  // The number of slots in a cell of its own, then all experts, three in a cell.
+  // The number of slots has its own cell; experts are three to a cell.
   CHECK((dispatch.count_cells - 1) * kCountsPerCell >= sizes.local_experts);
   CHECK((dispatch.count_cells - 2) * kCountsPerCell < sizes.local_experts);
   CHECK(combine.count_cells == 1);  // the tag of low-latency calls
   // The messages of a whole call.
   CHECK(dispatch.region_bytes >= sizes.dispatch_tokens * sizes.dispatch_message_bytes);
   CHECK(combine.region_bytes >= sizes.combine_tokens * sizes.combine_message_bytes);
-  // Those of a low-latency call, in cells of 12 bytes beside the epoch.
+  // The messages of a low-latency call, in cells of 12 bytes beside the epoch.
   CHECK(dispatch.cells_per_source ==
         std::min(sizes.dispatch_tokens, sizes.low_latency_dispatch_tokens) *
             dispatch.message_cells);
@@ -169,8 +169,8 @@ void TestLayouts() {
   }
 }
 
-// Tokens in dispatch_format and along a route as they are or in grad_format, sums in combine_dtype,
-// combine_format or, of cotangents, the tokens' type.
+// Tokens are sent in dispatch_format, and along a route unquantised or in grad_format. Sums are in
+// combine_dtype, combine_format or, for cotangents, the tokens' type.
 template <typename Format>
 void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int64_t top_k) {
   CurrentCase() = std::string(Format::kName) + ", H " + std::to_string(hidden);
@@ -235,7 +235,7 @@ void TestMessagesOfConfigs() {
                             sizes));
 }
 
-// A region for whole calls, two where they are short, and one more beside each pending call.
+// One region for whole calls, two if they are short, and one more for each pending call.
 void TestDepthsOfConfigs() {
   for (const int64_t tokens : {1, 512, 513, 4096}) {
     for (const int64_t pending : {0, 1, 2}) {
@@ -260,8 +260,8 @@ void TestDepthsOfConfigs() {
 
 // ---- Chunks -------------------------------------------------------------------------------------
 
-// A call of n tokens at a source cut for windows of at least n: chunks cover the tokens once, none
-// is empty, a flag can hold its count, and each has a flag.
+// A source's n tokens in windows for at least n: chunks cover the tokens once, none is empty, a
+// flag can hold its count, and each has a flag.
 void CheckChunks(const ChunkRule& rule, int64_t tokens, int64_t flags) {
   const int64_t length = rule.Tokens(tokens), chunks = rule.Count(tokens);
   CHECK(length >= 1 && length <= rule.most);
@@ -274,7 +274,7 @@ void TestChunks() {
   for (const ChunkRule& rule : {kDispatchChunks, kCombineChunks}) {
     CurrentCase() = "wanted " + std::to_string(rule.wanted) + ", most " + std::to_string(rule.most);
     CHECK(rule.wanted >= 1 && rule.most >= 1 && rule.Count(0) == 0 && rule.Count(1) == 1);
-    // The most that any call of at most T tokens needs: a call of n <= T, seen from T's windows.
+    // The most chunks that any call of n <= T tokens needs fit the windows for T tokens.
     int64_t most = 0;
     for (int64_t tokens = 0; tokens <= 20000; ++tokens) {
       most = std::max(most, rule.Count(tokens));
@@ -295,11 +295,11 @@ void TestPieces() {
     const int64_t pieces = Pieces(hidden);
     CHECK((pieces - 1) * kPieceElements < hidden && pieces * kPieceElements >= hidden);
   }
-  // Whole 16-byte units of every element type, so that all pieces are aligned.
+  // Pieces are whole 16-byte units of every element type, so that all are aligned.
   CHECK(kPieceElements % 16 == 0);
 }
 
-// A flag of its own for every chunk, in a combine for every piece of every chunk.
+// Every chunk has its own flag; in a combine every piece of every chunk does.
 void TestFlagIndexes() {
   Random random(2);
   for (int i = 0; i < 400; ++i) {
@@ -323,8 +323,8 @@ void TestFlagIndexes() {
 
 // ---- Tags ---------------------------------------------------------------------------------------
 
-// The kind is kept whole; everything else spreads: of calls that differ in little, pairs collide
-// about as rarely as 14 bits allow.
+// The kind is kept whole and everything else is hashed: pairs of similar calls collide about as
+// rarely as 14 bits allow.
 void TestTags() {
   constexpr TagKind kKind = TagKind::kCachedDispatch;
   CHECK(CallTag(kKind, 4096, 14464, 8, 1) == CallTag(kKind, 4096, 14464, 8, 1));
@@ -356,7 +356,7 @@ void TestTags() {
   const int64_t count = static_cast<int64_t>(tags.size());
   const int64_t expected = count * (count - 1) / 2 >> 14;
   CHECK(pairs < 2 * expected);
-  // Each bit of each argument counts, high ones as well.
+  // Each bit of each argument counts, including high ones.
   Random random(3);
   int64_t equal = 0;
   constexpr int64_t kTries = 20000;

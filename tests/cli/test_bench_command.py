@@ -46,7 +46,7 @@ def test_compare_fails_where_after_is_wrong_or_has_gone():
     lines, failed = records.compare(before, record(combine=50), 0.1)
     assert failed == 1
     assert [line.split()[-1] for line in lines if "dispatch" in line] == ["MISSING"]
-    # What only the later run has, or was wrong before, is no failure.
+    # Cases that only the later run has, or that were wrong before, are no failures.
     assert records.compare(record(combine=50), before, 0.1)[1] == 0
     assert records.compare(after, record(combine=50), 0.1)[1] == 0
     after["results"] = []
@@ -99,7 +99,7 @@ def test_compare_of_unlike_runs_fails(tmp_path, capsys, name, values):
         (["--json", ""], "--json must be a file in a folder that can be written to"),
         (["--json", "-"], "--json must be a file, got '-'"),
         (["--json", "n" * 300], "--json must be a file in a folder"),
-        # Not even root can, whatever the rights say.
+        # Not even root can write there, whatever the permissions say.
         (["--json", "/proc/run.json"], "--json must be a file in a folder"),
         (["--plot", "run.gif"], "--plot must be a file name in one of .png"),
         (["--plot", ""], "--plot must be a file name in one of .png"),
@@ -192,7 +192,7 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_short_run(tmp_path):
-    """What is named twice is measured once, so that the record can be compared."""
+    """A value that is given twice is measured once, so that records can be compared."""
     path = tmp_path / "run.json"
     done = command("bench", "--quick", "--tokens", "8", "8", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -214,7 +214,7 @@ def test_no_backend_is_one_line(monkeypatch, capsys):
 def bench(
     folder: pathlib.Path, *options: str, **env: str
 ) -> subprocess.CompletedProcess:
-    """As the command is started, in `folder`: whose modules are no business of it."""
+    """Runs the command in `folder`, whose modules it must not import."""
     package = str(pathlib.Path(main.__file__).parents[2])
     return run_to_end(
         [

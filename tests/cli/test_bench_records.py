@@ -1,4 +1,4 @@
-"""jax-ep bench --compare: what it says of files that are no records."""
+"""jax-ep bench --compare: its errors for files that are not records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BAD = [
 
 
 def spoilt(name, text):
-    """A record's text with `text` in place of what it or its row calls `name`."""
+    """A record's text with `text` as the value of its, or its row's, entry `name`."""
     made = record(dispatch=100) | {"dtype": "bfloat16"}
     owner = made if name in made else made["results"][0]
     owner[name] = "HERE"
@@ -77,18 +77,18 @@ def test_compare_wants_records(tmp_path, capsys, content, message, which):
     [
         ({"us": 200}, "'combine 128 uniform p2p'"),
         ({"wrong": True}, "'combine 128 uniform p2p'"),
-        ({"format": "bf16"}, "'combine 128 uniform p2p'"),  # the plain one, named
+        ({"format": "bf16"}, "'combine 128 uniform p2p'"),  # the default, explicitly
         ({"format": "mxfp8"}, None),
         ({"tokens": 64}, None),
         ({"us": None}, None),
     ],
 )
 def test_compare_wants_each_case_once(change, words, tmp_path, capsys):
-    """Two times of one case say nothing: either may be the one that counts."""
+    """A record with two times of one case is refused: either may be the valid one."""
     twice = record(dispatch=100, combine=50)
     twice["results"].append(twice["results"][1] | change)
     if change == {"us": None}:
-        del twice["results"][2]["us"]  # what could not be measured
+        del twice["results"][2]["us"]  # a case that could not be measured
     bad, good = tmp_path / "a.json", write(tmp_path / "b.json", record(dispatch=100))
     write(bad, twice)
     status = main.main(["bench", "--compare", good, str(bad)])
@@ -124,7 +124,7 @@ FULL["results"][0] |= {"flags": "a", "format": "bf16", "wrong": False}
 PLACES = [(FULL, name) for name in FULL] + [
     (FULL["results"][0], name) for name in FULL["results"][0]
 ]
-# Unlike what text strategies give by default, lone surrogates too: JSON has them.
+# Includes lone surrogates, unlike the default of text strategies: JSON may have them.
 TEXT = st.text(st.characters(exclude_categories=()))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,

@@ -1,4 +1,4 @@
-"""What the command jax-ep writes: its layout, and where nobody takes it."""
+"""The output of the command jax-ep: its layout, and output that nobody reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_help_fits_the_terminal(command, columns, monkeypatch, capsys):
 
     said = shown(columns)
     assert max(map(len, said.splitlines())) <= columns
-    # All of it, and in examples with backslashes where lines of a shell go on.
+    # Nothing is lost, and examples have backslashes where shell lines continue.
     _, told = said.split("options:")
     _, expected = shown(100).split("options:")
     assert told.replace("\\\n", "").split() == expected.split()
@@ -83,7 +83,7 @@ def test_comparisons_fit_the_terminal(columns, tmp_path, monkeypatch, capsys):
 
 
 def test_an_error_is_laid_out_on_a_terminal_alone(monkeypatch, capsys):
-    """Logs are searched by line."""
+    """Elsewhere an error stays one line, since logs are searched by line."""
     monkeypatch.setenv("COLUMNS", "40")
     text = "jax-ep: " + "word " * 30
     _cli_text.complain(text)
@@ -116,7 +116,7 @@ def test_without_arguments_the_help_is_shown(capsys):
 
 @pytest.mark.parametrize("place", ["run", "flush"])
 def test_a_reader_that_leaves_is_no_error(place, monkeypatch):
-    """As `jax-ep doctor | head -1`, whenever the pipe breaks."""
+    """As in `jax-ep doctor | head -1`, whenever the pipe breaks."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w", buffering=1 if place == "run" else -1) as pipe:
@@ -154,7 +154,7 @@ def test_an_error_that_is_not_of_the_output_is_not_taken_for_one(monkeypatch):
     [("> /dev/full", 1, 1), (">&-", 0, 0), ("| true", 0, 0)],
 )
 def test_a_shell_sees_no_traceback(redirected, code, lines, unbuffered, tmp_path):
-    """Whatever becomes of the output, at Python's end too."""
+    """Whatever happens to the output, also when Python exits."""
     package = pathlib.Path(jax_ep.__file__).parent.parent
     path = os.pathsep.join([str(package), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": unbuffered}

@@ -1,4 +1,4 @@
-"""jax-ep demo: a quick run from start to picture, its check, its usage errors."""
+"""jax-ep demo: a quick run including its picture, its check, its usage errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_quick_run_learns_passes_and_draws(tmp_path):
     assert "check: passed: first 20 losses" in done.stdout
     table = re.findall(r"^ +(\d+) +(\d\.\d+) +(\d\.\d+) +[\d.]+% ", done.stdout, re.M)
     assert (table[0][0], table[-1][0]) == ("1", str(run.QUICK_STEPS))
-    for column in (1, 2):  # of training and of held-out text
+    for column in (1, 2):  # losses of training and of held-out text
         losses = [float(row[column]) for row in table]
         assert losses[0] == pytest.approx(np.log(256), abs=0.1)
         assert losses[-1] < losses[0] - 1
@@ -269,7 +269,7 @@ def test_gpus_that_this_build_cannot_serve_are_passed_over(monkeypatch):
 
 
 def test_no_backend_is_one_line(monkeypatch, capsys):
-    """JAX_PLATFORMS=cuda without a GPU fails an assertion of JAX's, wordless."""
+    """JAX_PLATFORMS=cuda without a GPU fails an assertion in JAX, without a message."""
 
     def devices(*_):
         raise AssertionError
@@ -284,7 +284,7 @@ def test_no_backend_is_one_line(monkeypatch, capsys):
 
 
 def test_a_step_keeps_its_dtypes_under_x64():
-    """A compiled step takes what it returned."""
+    """A compiled step accepts its own results."""
     params = {"w": np.ones((3, 2), np.float32)}
     state = train.State(params, params, params, np.int32(0))
 

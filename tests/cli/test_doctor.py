@@ -1,4 +1,4 @@
-"""jax-ep doctor: what it finds, that its tests can fail, its exit codes."""
+"""jax-ep doctor: its findings, its exit codes, and that its tests can fail."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ INDICES = "0, GPU-0a00-01\n1, GPU-0b00-02\n2, GPU-0c00-03\n"
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """A command that prints what is written to its files."""
+    """A fake nvidia-smi that prints what is in its files."""
     names = {"topo": TOPOLOGY, "uuid": INDICES, "driver": "580.1.2\n580.1.2\n"}
     for name, text in names.items():
         (tmp_path / name).write_text(text)
@@ -198,7 +198,7 @@ def _found(**changes):
 
 
 def test_no_backend_is_the_finding(monkeypatch, capsys):
-    """JAX_PLATFORMS=cuda without a GPU fails an assertion of JAX's, wordless."""
+    """JAX_PLATFORMS=cuda without a GPU fails an assertion in JAX, without a message."""
 
     def fail():
         raise AssertionError
@@ -211,7 +211,7 @@ def test_no_backend_is_the_finding(monkeypatch, capsys):
     told = "JAX was told by JAX_PLATFORMS to use cuda and found no GPU"
     assert found["problems"] == [told]
     assert found["advice"][0].startswith("unset JAX_PLATFORMS")
-    # All that needs no devices is there.
+    # Everything that needs no devices is reported.
     assert found["versions"]["jax"] == jax.__version__
     assert found["memory"]["ranks"] == 16
     assert found["memory"]["shmem_windows"] > found["memory"]["p2p_windows"] > 0
@@ -257,21 +257,21 @@ def test_memory_of_other_options_and_of_a_group_that_is_not_here(monkeypatch):
 
 
 def test_windows_of_a_group_that_is_not_here():
-    """From sizes alone, so that a machine without GPUs tells them too."""
+    """Window sizes follow from the config, also on a machine without GPUs."""
     sizes = {"hidden_size": 1024, "num_experts": 64, "top_k": 4}
     sizes["max_tokens_per_rank"] = 1024
     plain, more = (helpers.make_config(**sizes, pending_calls=n) for n in (0, 2))
     native = findings.ffi.native
     there = native.dispatch_region_bytes("bf16", 1024, 2, 1024, 4, 4)
     back = native.combine_region_bytes("bf16", 1024, 2, 1024, 4)
-    # A region from every source for each of both calls; flags and cells come on top.
+    # A region per source for each of both calls; flags and cells come on top.
     regions = 16 * (there + back)
     assert regions < findings.window_bytes(plain, 16) < 1.1 * regions
     assert 3 * regions < findings.window_bytes(more, 16) < 3.3 * regions
-    # Over nodes there is more: what is sent from, inboxes, bundles of two nodes.
+    # Over nodes there is more: staging, inboxes, and with two nodes bundles.
     one, two, single = (findings.window_bytes(plain, 16, n) for n in (16, 8, 1))
     assert one == findings.window_bytes(plain, 16) < single < two
-    # Without a second choice nothing is bundled.
+    # With top_k 1 nothing is bundled.
     alone = helpers.make_config(**sizes | {"top_k": 1}, pending_calls=0)
     assert findings.window_bytes(alone, 16, 8) == findings.window_bytes(alone, 16, 1)
     assert findings.window_bytes(plain, 32) is not None
@@ -281,7 +281,7 @@ def test_windows_of_a_group_that_is_not_here():
 
 @pytest.fixture
 def only_memory(monkeypatch):
-    """A doctor that looks at no devices."""
+    """A doctor that does not look at devices."""
     found = {"works": False, "why": "of a test"}
     monkeypatch.setattr(findings, "transports", lambda *_: {"p2p": found})
     monkeypatch.setattr(findings, "peer_access", lambda _: None)
@@ -307,14 +307,14 @@ def test_each_transport_has_a_figure_of_its_own(only_memory, capsys):
     assert "window of shmem" not in said
     assert sizes["p2p_windows"] == sizes["shmem_windows"]
     _, said = told("doctor", "--tokens", "8", "--hidden", "128", "--ranks", "4")
-    assert " 0 MB" not in said  # small layers have sizes too
+    assert " 0 MB" not in said  # small layers also get a size
     sizes, said = told("doctor", "--ranks", "64")
     assert sizes["p2p_windows"] is sizes["shmem_windows"] is None
     assert "no windows: p2p and shmem serve at most 32 ranks, got 64" in said
 
 
 def test_shared_handles(only_memory, capsys):
-    """Those of a program's batch shapes from sizes, and those that are open here."""
+    """Computes shared handles for a program's batch shapes, and lists open ones."""
     asked = ["doctor", "--tokens", "64", "512", "--hidden", "1024"]
     sizes = ["--experts", "32", "--ranks"]
 
@@ -357,7 +357,7 @@ def test_shared_handles(only_memory, capsys):
 
 
 def test_nodes_divide_the_group_by_themselves_too(only_memory, capsys):
-    """Where nobody says how large they are: as many devices as here, or fewer."""
+    """By default a node has as many devices as this host, or fewer."""
     here = jax.local_device_count()
     assert main.main(["doctor", "--experts", "60", "--ranks", "30", "--json"]) == 0
     node = json.loads(capsys.readouterr().out)["memory"]["ranks_per_node"]

@@ -44,7 +44,7 @@ def test_advice_on_the_worst_case(monkeypatch):
 def test_advice_on_gpus_is_of_what_is_not_there(
     plugin, built, driver, told, monkeypatch
 ):
-    """In the order of doing it: the build finds an nvcc that comes with JAX."""
+    """Advice is in the order of doing it: the build finds the nvcc that JAX brings."""
     monkeypatch.setattr(ffi, "native_cuda", types.SimpleNamespace() if built else None)
     monkeypatch.setattr(links, "driver", lambda: driver)
     versions = dict.fromkeys(advice.CUDA_PACKAGES)

@@ -1,4 +1,4 @@
-// What the command line of a test asks for.
+// The command line of a test.
 #pragma once
 
 #include <cctype>
@@ -12,7 +12,7 @@
 
 namespace jax_ep {
 
-// What a test is asked to do: a word, or none, the seed of its draws, and their number.
+// What a test is asked to do: an optional word, the seed of its draws, and their number.
 struct Asked {
   std::string only;
   uint64_t seed;

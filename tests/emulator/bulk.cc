@@ -1,5 +1,5 @@
-// Bulk copies and the mbarriers that they complete on. A copy reads when it likes and writes later
-// still, so a stage that is read or overwritten without the wait for it holds the wrong bytes.
+// Bulk copies and the mbarriers that they complete on. A copy reads at a random time and writes
+// even later, so that a stage that is read or overwritten without a wait holds the wrong bytes.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -9,7 +9,7 @@
 namespace jax_ep::emulator {
 namespace {
 
-// Lines of 128 bytes of a box of a tensor.
+// The 128-byte lines of a tensor's box.
 constexpr int kLineBytes = 128, kUnitBytes = 16;
 struct BoxLines {
   TensorMap map;
@@ -19,14 +19,14 @@ struct BoxLines {
 };
 
 struct Copy {
-  Block* block;  // may be gone when a store has read
+  Block* block;  // may have ended once a store has read
   int device;
-  const char* ends;  // of its launch, which waits for it
+  const char* ends;  // the launch's, which waits for the copy
   uint8_t* to;
   const uint8_t* from;  // null in a tensor copy
   uint32_t bytes;
   Actor actor;
-  uint64_t delay;                      // rounds until it gets further
+  uint64_t delay;                      // rounds until its next step
   uint64_t* barrier = nullptr;         // of a load
   std::shared_ptr<BulkGroup> group{};  // of a store
   bool read = false;
@@ -38,16 +38,16 @@ struct Copy {
 std::vector<Copy> copies;
 std::map<int, std::vector<Actor>> free_actors;  // by GPU
 
-// What an mbarrier holds here.
+// The contents of an emulated mbarrier.
 struct Mbarrier {
   uint32_t phase : 8;
   uint32_t arrivals : 12;  // of each phase
   uint32_t missing : 12;
-  int32_t bytes;  // that have yet to come; fewer than none where copies come before their arrival
+  int32_t bytes;  // still to come; negative if copies complete before the arrival that expects them
 };
 constexpr uint32_t kMostArrivals = (1 << 12) - 1;
 
-// Some are much slower than others.
+// Some copies are much slower than others.
 uint64_t DrawDelay() { return Random() % 8 == 0 ? Random() % 100 : Random() % 6; }
 
 bool TakesPart(const Mbarrier& state) { return state.phase <= 1 && state.arrivals != 0; }
@@ -58,7 +58,7 @@ Mbarrier Load(const uint64_t* barrier) {
   return state;
 }
 
-// What those release who take part in a phase.
+// The address that the participants of a phase release.
 const void* OrderOf(const uint64_t* barrier, uint32_t phase) {
   return reinterpret_cast<const char*>(barrier) + phase;
 }
@@ -100,7 +100,7 @@ void CheckCopy(const void* shared, const void* global, uint32_t bytes, const cha
   CheckGlobal(global, bytes, kCopyAlign, what);
 }
 
-// Where a load goes nobody else may read or write meanwhile.
+// Dies if a copy or product under way uses the destination of a load.
 void ExpectUnused(const Block& block, const uint8_t* shared, uint32_t bytes) {
   for (const Copy& copy : copies) {
     if (copy.block != &block || (copy.read && copy.barrier == nullptr)) continue;
@@ -113,7 +113,7 @@ void ExpectUnused(const Block& block, const uint8_t* shared, uint32_t bytes) {
   }
 }
 
-// What a copy stores is fenced.
+// A copy's stores count as fenced.
 void StoreShared(Block& block, uint8_t* to, const uint8_t* from, size_t bytes) {
   std::memcpy(to, from, bytes);
   if (block.cluster == nullptr) return;
@@ -126,7 +126,7 @@ void MarkUnderWay(Block& block, uint8_t* to, uint32_t bytes) {
   std::memset(block.fenced.data() + (to - block.shared.at), kUnderWay, bytes);
 }
 
-// What the thread that begins a copy did comes before it.
+// The copy's actor, ordered after what the thread that begins the copy has done.
 Actor BeginActor() {
   std::vector<Actor>& free = free_actors[current->block->launch->device];
   if (free.empty()) free.push_back(Actor::Make());
@@ -151,8 +151,8 @@ Copy CopyOf(void* to, const void* from, uint32_t bytes) {
           .delay = DrawDelay()};
 }
 
-// Calls visit(line, at, first, bytes): that line of the copy has these bytes, from `first` on, of
-// memory. The others are outside of the tensor.
+// Calls visit(line, at, first, bytes): in this line of the copy, `bytes` bytes from `first` on are
+// in memory, at `at`. The others are outside of the tensor.
 template <typename Visit>
 void ForEachLine(const BoxLines& lines, uint32_t count, Visit visit) {
   const TensorMap& map = lines.map;
@@ -195,7 +195,7 @@ void ReadFrom(Copy& copy) {
               [](uint32_t, const uint8_t* at, size_t, size_t bytes) { Reads(at, bytes); });
 }
 
-// Swizzles tensors by bits of the address.
+// Writes what the copy has read; tensors are swizzled by bits of the address.
 void WriteTo(const Copy& copy) {
   if (copy.lines == nullptr) {
     StoreShared(*copy.block, copy.to, copy.data.data(), copy.bytes);
@@ -231,7 +231,7 @@ void Complete(const Copy& copy, Actor host) {
   Store(copy.barrier, state);
 }
 
-// One arrival that makes the phase wait for so many bytes more.
+// One arrival that makes the phase wait for `bytes` more bytes.
 void Arrive(uint64_t* barrier, uint32_t bytes) {
   Mbarrier state = Load(barrier);
   if (state.missing == 0) Die("more arrivals at an mbarrier than it is for");
@@ -248,7 +248,7 @@ void LoadLines(Block& block, uint8_t* to, const TensorMap& map, const int32_t (&
   ExpectUnused(block, to, bytes);
   MarkUnderWay(block, to, bytes);
   const auto offset = static_cast<uint32_t>(to - block.shared.at);
-  // In pieces, of which each comes by itself.
+  // In pieces that arrive independently.
   for (uint32_t first = 0; first < lines;) {
     const uint32_t count =
         Random() % 2 == 0 ? lines - first : 1 + static_cast<uint32_t>(Random()) % (lines - first);
@@ -320,7 +320,7 @@ void AsyncArrive(uint64_t* barrier) {
 void BulkCommit() {
   const Unseen unseen;
   auto& groups = current->groups;
-  // Not those that a wait has yet to acquire.
+  // In a build for races a wait still has to acquire them.
   while (!kRaces && !groups.empty() && groups.front()->unwritten == 0) groups.erase(groups.begin());
   groups.push_back(current->open != nullptr ? std::move(current->open)
                                             : std::make_shared<BulkGroup>());
@@ -382,7 +382,7 @@ bool MbarrierTryWait(uint64_t* barrier, uint32_t parity) {
   if (current->block->cluster == nullptr) {
     Yield("mbarrier");
   } else {
-    // Until somebody arrives, or the phase ends.
+    // Until a thread arrives or the phase ends.
     static_assert(std::endian::native == std::endian::little);
     const auto* word = reinterpret_cast<const uint32_t*>(barrier);
     SleepWhile(word, *word, "mbarrier");
@@ -417,7 +417,7 @@ void TensorStore(const TensorMap& map, const int32_t (&at)[4], const void* share
   }
   const uint32_t lines = map.box[1] * map.box[2] * map.box[3], start = SharedAddress(from);
   CheckShared(from, lines * kLineBytes, kCopyAlign, "tensor copy");
-  // By units, which lie swizzled.
+  // In units, which are swizzled.
   ForEachLine({map, {at[0], at[1], at[2], at[3]}, 0, start}, lines,
               [&](uint32_t line, const uint8_t* to, size_t first, size_t bytes) {
                 for (size_t byte = 0; byte < bytes; byte += kUnitBytes) {

@@ -15,17 +15,17 @@ namespace jax_ep {
 struct Draws {
   Options options;
   bool halves = false;
-  bool drops = false;       // of halves: nobody ends some of the first ones
+  bool drops = false;       // some first halves are never ended
   bool one_region = false;  // in the windows, as for many tokens
-  int64_t node = 0;         // ranks of a node; 0: all
-  bool bundles = false;     // of dispatches, where nodes are of one size
-  int64_t times = 1;        // that each call is made
+  int64_t node = 0;         // ranks per node; 0: all
+  bool bundles = false;     // dispatches are bundled if nodes have equal sizes
+  int64_t times = 1;        // how often each call is made
   bool coded = false;       // whether tokens of dispatches come as codes and scales
-  // Of the config that the windows are made for, where it is not that of the calls.
+  // The config that the windows are made for, if it is not that of the calls.
   std::string window_format;
   int64_t window_element_bytes = 0;
   int64_t window_tokens = 0;
-  int64_t window_widths = 1;  // widths of the calls' rows that fit one of the windows'
+  int64_t window_widths = 1;  // how many of the calls' rows fit one of the windows' rows
 };
 
 inline std::string Text(const Draws& draws) {
@@ -39,7 +39,7 @@ inline std::string Text(const Draws& draws) {
 
 inline Draws Draw(Random& random) {
   Draws draws;
-  // Few tokens, of which calls go a way of their own, as often as more.
+  // Few tokens, for which there are separate kernels, half of the time.
   draws.options = DrawOptions(random, emulator::GetSettings().gpus, 40,
                               [&] { return random.OneIn(2) ? random.In(1, 8) : random.In(9, 40); });
   draws.halves = random.OneIn(3);
@@ -50,7 +50,7 @@ inline Draws Draw(Random& random) {
   return draws;
 }
 
-// Tokens that come as codes and scales, now and then in several pieces. `draw` draws the rest.
+// Tokens come as codes and scales, sometimes in several pieces. `draw` draws the rest.
 template <typename Draw>
 Draws DrawCoded(Random& random, Draw draw) {
   Draws draws = draw(random);
@@ -63,7 +63,7 @@ Draws DrawCoded(Random& random, Draw draw) {
   return draws;
 }
 
-// Scales in columns, of tokens of either kind.
+// Scales in columns, for tokens of either kind.
 inline Draws DrawColumns(Random& random) {
   Draws draws = Draw(random);
   while (draws.options.format != Fp8Block128Format::kName) draws = Draw(random);
@@ -72,7 +72,7 @@ inline Draws DrawColumns(Random& random) {
   return draws;
 }
 
-// Over several nodes.
+// Calls over several nodes.
 inline Draws DrawNodes(Random& random) {
   Draws draws = Draw(random);
   while (draws.options.shape.ranks < 2) draws = Draw(random);
@@ -82,10 +82,10 @@ inline Draws DrawNodes(Random& random) {
   return draws;
 }
 
-// The first `entries` of each token of `world`, which has dispatched, as rows that cross one by
-// one, as `entry_route` of jax_ep/_ops/options.py: (token, k) are tokens, (slot, k) slots. Their
-// chunks have gaps: of entries that go elsewhere and, where a token has more than `entries`, of
-// tokens that nothing else brought there.
+// The first `entries` entries of each token of `world`, which has dispatched, as rows that are sent
+// one by one. Like `entry_route` of jax_ep/_ops/options.py: (token, k) are tokens, (slot, k) slots.
+// Their chunks have gaps for entries that go elsewhere and, if tokens have more than `entries`
+// entries, for tokens that only other entries brought there.
 inline World OneByOne(const World& world, int64_t entries, Random& random) {
   const int64_t all = world.shape().top_k;
   Options options = world.options;
@@ -114,7 +114,7 @@ inline World OneByOne(const World& world, int64_t entries, Random& random) {
   return one_by_one;
 }
 
-// NaN wherever combine must not look, unless it may look everywhere.
+// Fills whatever combine must not read with NaN, unless it may read everything.
 inline void FillExpertOutputs(World& world, Random& random, bool everywhere = false) {
   const EpShape& shape = world.shape();
   for (Rank& rank : world.ranks) {
@@ -130,13 +130,13 @@ inline void FillExpertOutputs(World& world, Random& random, bool everywhere = fa
 }
 
 inline constexpr int32_t kHostile[] = {INT32_MIN, -2, INT32_MAX, 1 << 30};
-// Of `end`, one that tables may have, or one that they must not.
+// An index in [-1, end), or one that tables must not have.
 inline int32_t AnyIndex(Random& random, int64_t end) {
   if (random.OneIn(2)) return static_cast<int32_t>(random.In(-1, end - 1));
   return random.OneIn(4) ? static_cast<int32_t>(end) : kHostile[random.In(0, 3)];
 }
 
-// A wait for what was not sent takes so many rounds of all threads.
+// A time-out of 2000 rounds of all threads.
 inline uint64_t ShortTimeoutNs() { return 2000 * emulator::GetSettings().ns_a_round; }
 
 }  // namespace jax_ep

@@ -1,6 +1,5 @@
 // Ranks on emulated GPUs, for calls_world.h: their windows, on one node or on several, and launches
-// of calls as the handlers of ffi/cuda_handlers.cc make them. Compiled as nvcc compiles the
-// kernels.
+// of calls as the handlers of ffi/cuda_handlers.cc make them. Compiled like the kernels.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +24,7 @@ inline void Must(cudaError_t error) { CHECK(error == cudaSuccess); }
 
 struct OnGpu {
   WindowGroup group;
-  std::optional<cuda::InternodeRank> internode;  // where ranks are on other nodes
+  std::optional<cuda::InternodeRank> internode;  // if some ranks are on other nodes
   PendingCall* pending;
   cudaStream_t stream;
   std::vector<WindowDispatchStep> dispatches;
@@ -35,7 +34,7 @@ struct OnGpu {
 
 // ---- Windows ------------------------------------------------------------------------------------
 
-// The kernels of shmem/internode.cu, where it is linked; internode_kernels.cc has it.
+// The kernels of shmem/internode.cu if internode_kernels.cc is linked.
 cuda::InternodeKernels EmulatedInternodeKernels();
 
 class Windows {
@@ -80,7 +79,7 @@ class Windows {
 
   const BundleLayout& bundles() const { return bundles_; }
 
-  std::vector<uint8_t*> blocks;  // by rank: a window, and behind it what reaches other nodes
+  std::vector<uint8_t*> blocks;  // by rank: a window, followed by the parts for other nodes
 
  private:
   static WindowSizes SizesOf(const World& world, const Draws& draws) {
@@ -109,7 +108,7 @@ class Windows {
   int32_t NodeOf(uint32_t rank) const {
     return draws_.node == 0 ? 0 : static_cast<int32_t>(rank / draws_.node);
   }
-  // NVSHMEM numbers them as it likes.
+  // NVSHMEM may number PEs in any order.
   int32_t Pe(uint32_t rank) const { return static_cast<int32_t>(ranks() - 1 - rank); }
 
   WindowGroup GroupOf(uint32_t rank) const {
@@ -214,8 +213,8 @@ cudaError_t Launch(Part part, const WindowCachedDispatchStep& step, PendingCall*
       });
 }
 
-// What the handler of a part has of a call: the send half of rows that travel one by one knows
-// them as tokens of one row.
+// The part of a call that the part's handler has. The send half of rows that are sent one by one
+// sees them as tokens of one row each.
 inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
   if (part == Part::kSend) {
     step.shape.tokens = step.messages();

@@ -1,8 +1,8 @@
-// Whole calls of the window kernels on emulated GPUs against the CPU steps
-// (tests/cc/steps_world.h): every table and row byte for byte, in all formats, element types and
-// types of the wire, with residuals and weight gradients, whole and in halves; dispatches whose
-// rows cross one by one; and calls in windows of another config. Takes the seed of its draws and
-// their number; after `tampered` the tables and the windows are spoiled.
+// Calls of the window kernels on emulated GPUs against the CPU steps (tests/cc/steps_world.h):
+// every table and row byte for byte, in all formats, element types and wire types, with residuals
+// and weight gradients, whole and in halves; dispatches whose rows are sent one by one; and calls
+// in windows of another config. Takes the seed of its draws and their number; with `tampered`
+// before them, tables and windows are spoiled.
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -12,7 +12,7 @@
 namespace jax_ep {
 namespace {
 
-// Cached dispatches along the routes of `world`, whatever they are, over what regions hold.
+// Cached dispatches along any routes of `world`, with old contents in regions.
 void RunAlongRoutes(World& world, const Draws& draws) {
   world.CachedDispatch();
   Gpus gpus(world, draws);
@@ -20,8 +20,8 @@ void RunAlongRoutes(World& world, const Draws& draws) {
   for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
 }
 
-// Rows that cross one by one, in chunks of several. Where there is a shared expert, the last entry
-// of a token is its.
+// Rows that are sent one by one, in chunks of several. With a shared expert, the last entry of each
+// token belongs to it.
 void RunByEntry(Random& random) {
   Draws draws = Draw(random);
   if (draws.options.format != CombineFormat::kName) draws.options.format = Bf16Format::kName;
@@ -42,7 +42,7 @@ void RunByEntry(Random& random) {
   RunAlongRoutes(one_by_one, draws);
 }
 
-// In windows that were made for shorter messages, but for more of them: what handlers let pass.
+// In windows that were made for shorter, but more messages, which handlers allow.
 void RunInOtherWindows(Random& random) {
   Draws draws = Draw(random);
   Options& options = draws.options;
@@ -63,8 +63,8 @@ void RunInOtherWindows(Random& random) {
 
 // ---- Tables that came back changed, and bytes that others spoil ---------------------------------
 
-// A slot less than were sent, where others share its chunk: it counts as absent, and what an
-// earlier call has left in its place is not read.
+// A count of one slot less than were sent, in a chunk with others: the slot counts as absent, and
+// what an earlier call has left in its place is not read.
 void RunCutCounts(Random& random) {
   Draws draws = Draw(random);
   EpShape& shape = draws.options.shape;
@@ -88,8 +88,8 @@ void RunCutCounts(Random& random) {
   CHECK(gpus.Combine());
 }
 
-// Entries that lead nowhere any more, at the source or at the destination: rows that no message
-// fills become zero, and what earlier calls have left is not read.
+// Some entries are removed at the source or the destination: rows that no message fills become
+// zero, and what earlier calls have left is not read.
 void RunChangedRoute(Random& random) {
   Draws draws = Draw(random);
   if (draws.options.format != CombineFormat::kName) draws.options.format = Bf16Format::kName;
@@ -116,7 +116,7 @@ void RunChangedRoute(Random& random) {
   RunAlongRoutes(world, draws);
 }
 
-// Anything anywhere: the emulator judges, which knows all memory that there is.
+// Arbitrary contents everywhere. Only the emulator checks, which knows all allocated memory.
 void RunSpoiled(Random& random) {
   Draws draws = Draw(random);
   CurrentCase() = "spoiled, " + Text(draws);
@@ -147,7 +147,7 @@ void RunSpoiled(Random& random) {
       for (int64_t i = 0; i < length; i += kIndexBytes) {
         int32_t value = AnyIndex(random, end);
         if (cells_of_source != 0 && i % 16 == 12) {
-          // A stamp: that of the first call where nobody else stores the cell.
+          // A stamp: that of the first call if no rank stores the cell.
           const int64_t source = i / 16 / cells_of_source % group.ranks;
           if (source == silent) value = static_cast<int32_t>(CellStamp(kFirstEpoch));
           if (source != silent || random.OneIn(50)) continue;
@@ -191,7 +191,7 @@ int Main(int argc, char** argv) {
     RunWholeLayer(DrawCoded(random_of_codes, Draw), random_of_codes);
   }
   Random random_of_columns(seed + 3);
-  // Which warp writes what is as it is with rows.
+  // Not for races, as the same warps write the same data as with scales in rows.
   for (int64_t i = 0; !emulator::kRaces && i < draws; i += 6) {
     RunWholeLayer(DrawColumns(random_of_columns), random_of_columns);
   }

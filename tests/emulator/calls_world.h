@@ -1,5 +1,5 @@
 // The ranks of a world on emulated GPUs, for calls_test.cc, internode_test.cc and
-// options_test.cc: calls, and what they are compared with. Compiled as nvcc compiles the kernels.
+// options_test.cc: calls and comparisons. Compiled like the kernels.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ namespace jax_ep {
 
 inline constexpr uint64_t kTimeoutNs = 20'000'000'000;
 inline constexpr CallSite kSite = 0x5171, kOtherSite = 0x5172;
-inline constexpr int kLeft = 0x5B;  // what calls before have left in regions
+inline constexpr int kLeft = 0x5B;  // what earlier calls have left in regions
 
-// Not written yet.
+// Memory of the same size that has not been written.
 template <typename T>
 T* Blank(const Buffer& like) {
   return static_cast<T*>(emulator::Allocate(static_cast<size_t>(like.bytes())));
@@ -43,7 +43,7 @@ inline void ExpectSame(const char* what, const void* got, const Buffer& expected
   }
 }
 
-// The ranks of a world, with windows, and calls that follow each other without the host's waiting.
+// The ranks of a world, with windows, and successive calls for which the host does not wait.
 class Gpus {
  public:
   Gpus(const World& world, const Draws& draws, uint64_t timeout_ns = kTimeoutNs)
@@ -70,7 +70,7 @@ class Gpus {
     }
   }
 
-  // A dispatch along a route that may be any at each rank: right, bit for bit.
+  // A dispatch along any routes; results must be right, bit for bit.
   void CachedDispatch() {
     RunCached();
     CHECK(AllArrived());
@@ -79,7 +79,7 @@ class Gpus {
     }
   }
 
-  // A combine at each rank, of tables that may be any: right, bit for bit, unless a wait fails.
+  // A combine with any tables; results must be right, bit for bit, unless a wait fails.
   bool Combine() {
     Step(Part::kWhole, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
     if (!AllArrived()) return false;
@@ -89,8 +89,9 @@ class Gpus {
     return true;
   }
 
-  // Every call once, waits that fail as well. `spoil(window, group)` comes between the halves of a
-  // call. Whole ones it precedes, and rank `silent` makes none: what is there in its name stays.
+  // Every call once; waits may fail. `spoil(window, group)` runs between the halves of a call, or
+  // before a whole call, which rank `silent` does not make, so that what is there in its name
+  // stays.
   template <typename Spoil>
   void RunSpoiled(int64_t silent, Spoil spoil) {
     const auto spoil_all = [&] {
@@ -115,7 +116,8 @@ class Gpus {
     }
   }
 
-  // A dispatch, or a first half, at each rank but `silent`, at `mixed` of another line. Reports.
+  // A dispatch, or a first half, at each rank except `silent`; at `mixed` it is from another line.
+  // Returns the ranks' reports.
   std::vector<WaitReport> DispatchWithout(int64_t silent, int64_t mixed = -1, bool half = false) {
     world_.OfFormat([&]<typename Format>(Format) {
       const auto make = [&](const Rank& rank) {
@@ -130,7 +132,7 @@ class Gpus {
 
   const BundleLayout& bundles() const { return windows_.bundles(); }
 
-  // Each call `times` times.
+  // Makes each call `times` times.
   void Run(int64_t times) {
     for (size_t i = 0; i < ranks_.size(); ++i) {
       Must(cudaSetDevice(static_cast<int>(i)));
@@ -144,7 +146,7 @@ class Gpus {
     }
   }
 
-  // Combines alone, `times` of them, after `amend(rank, step)`.
+  // Makes only combines, `times` of them, after `amend(rank, step)`.
   template <typename Amend>
   void RunCombines(int64_t times, Amend amend) {
     for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -162,7 +164,7 @@ class Gpus {
   }
 
  private:
-  // No wait of what is under way fails.
+  // Waits for everything under way, none of whose waits may fail.
   void Finish() {
     Must(cudaDeviceSynchronize());
     for (const OnGpu& gpu : ranks_) {
@@ -193,7 +195,7 @@ class Gpus {
     EnqueueEach<Bf16Format>(gpu, gpu.combines);
   }
 
-  // Part of a call at every rank; the first one makes its step.
+  // Runs a part of a call at every rank; the first part makes the call's step.
   template <typename Format = Bf16Format, typename Steps, typename Make>
   void Step(Part part, Steps OnGpu::* steps, Make make, int64_t without = -1) {
     for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -212,7 +214,7 @@ class Gpus {
     return all;
   }
 
-  // In halves where others are: nothing comes between them.
+  // In halves if other calls are, with nothing in between.
   template <typename Format>
   void LaunchCached(const WindowCachedDispatchStep& step, const OnGpu& gpu) const {
     if (!halves_) return Must(Launch<Format>(Part::kWhole, step, nullptr, gpu));
@@ -241,7 +243,7 @@ class Gpus {
     const int64_t at_once = kPendingCalls - drops_;
     for (int64_t first = 0; first < count; first += at_once) {
       const int64_t calls = std::min(at_once, count - first);
-      // Beside the others, and written over next time.
+      // Not one of the others'; the next dropped call overwrites it.
       PendingCall* dropped = gpu.pending + kPendingCalls;
       const Step& any = steps[static_cast<size_t>(first)];
       if (drops_) Must(Launch<Format>(Part::kSend, any, dropped, gpu));
@@ -347,7 +349,7 @@ class Gpus {
     ExpectSame("row_of", step.row_of, rank.row_of);
     ExpectSame("row_slot", step.row_slot, rank.row_slot);
     ExpectSame("slot_counts", step.slot_counts, rank.slot_counts);
-    // Without zero_tail nobody says what lies behind the groups.
+    // Without zero_tail it is unspecified what follows the groups.
     const int64_t rows = world_.options.zero_tail
                              ? shape.recv_rows
                              : rank.row_offsets.as<int32_t>()[shape.local_experts];
@@ -374,7 +376,7 @@ class Gpus {
     if (step.num_weights == 0) return;
     ExpectSame("cached weights", step.row_weights, rank.cached_row_weights);
   }
-  // Rows without a token are as they were.
+  // Rows without a token have not changed.
   void CheckLeft(const WindowCachedDispatchStep& step, const Rank& rank) const {
     const int64_t bytes = step.shape.row_bytes();
     for (int64_t row = 0; row < step.shape.recv_rows; ++row) {
@@ -388,7 +390,7 @@ class Gpus {
       }
     }
   }
-  // Nothing of what memory held before is left: no data is `unit` of its bytes.
+  // All memory was written: no data has `unit` bytes in a row of the initial contents.
   static void CheckWritten(const void* result, int64_t bytes, int64_t unit) {
     const auto* byte = static_cast<const uint8_t*>(result);
     for (const uint8_t* at = byte; at < byte + bytes; at += unit) {

@@ -6,8 +6,8 @@
 namespace jax_ep::emulator {
 namespace {
 
-// Where a block's shared memory begins. As on GPUs, the bits from 24 on say which block of the
-// cluster has it: without them an address is one of block 0.
+// Where a block's shared memory begins. As on GPUs, the bits from 24 on give the block in the
+// cluster: without them an address belongs to block 0.
 uint32_t BlockAddress(const Block& block) { return block.cluster->start | block.rank() << 24; }
 
 }  // namespace
@@ -63,8 +63,8 @@ uint8_t* SharedOf(const Block& block, const void* shared) {
   return block.shared.at + (byte - own.shared.at);
 }
 
-// Taken over at the end of the warp's turn, or by the next look of this turn: fences of all lanes
-// are one.
+// Takes effect at the end of the warp's turn, or at the next check in this turn: the fences of all
+// lanes are one.
 void FenceAsyncShared() {
   current->block->takes_over = true;
   current->block->new_mbarriers = false;

@@ -1,5 +1,5 @@
-// Runs CUDA kernels on the host, every thread a fiber: what the headers in include/ are made of.
-// CMakeLists.txt beside this file says what is checked and what cannot be.
+// Runs CUDA kernels on the host, with a fiber per thread. The headers in include/ are built on it.
+// CMakeLists.txt in this folder lists what is checked and what cannot be.
 #pragma once
 
 #include <array>
@@ -27,14 +27,14 @@ namespace jax_ep::emulator {
 inline constexpr uint32_t kWarpLanes = 32;
 inline constexpr uint32_t kBarriers = 16;
 inline constexpr size_t kMostSharedBytes = 227 << 10;
-// Bulk copies; shared memory is aligned so too.
+// The alignment of shared memory, and of bulk copies.
 inline constexpr size_t kSharedAlign = 128, kCopyAlign = 16;
-// Memory that nobody has written, and the destination of a load under way.
+// Fill memory that was never written, and the destination of a load under way.
 inline constexpr uint8_t kUnwritten = 0xCD, kUnderWay = 0xDB;
 
 // ---- Settings, from the environment -------------------------------------------------------------
 
-// A rank and the number of the launch on its stream, 0 the first, from which on something happens.
+// A rank and the number, from 0, of the launch on its stream at which the fault begins.
 struct Fault {
   int device = -1;
   int launch = 0;
@@ -44,10 +44,10 @@ struct Settings {
   int gpus;             // EMULATED_GPUS (2)
   int multiprocessors;  // EMULATED_SMS (6)
   unsigned resident;    // EMULATED_RESIDENT (all): blocks that run at once on a GPU
-  uint64_t seed;        // EMULATED_SEED (random, and in the name of the device)
+  uint64_t seed;        // EMULATED_SEED (random; it is in the name of the device)
   uint64_t ns_a_round;  // EMULATED_NS (2000): how far a GPU's clock goes in a round of all threads
   Fault missing;        // EMULATED_MISSING=RANK:LAUNCH: that launch and those after it never run
-  Fault late;           // EMULATED_LATE=RANK:LAUNCH: that launch comes 6 s late
+  Fault late;           // EMULATED_LATE=RANK:LAUNCH: that launch is 6 s late
 };
 
 const Settings& GetSettings();
@@ -55,7 +55,7 @@ const Settings& GetSettings();
 // ---- What runs ----------------------------------------------------------------------------------
 
 struct Warp {
-  // By parity of the generation: a lane may be one collective ahead of those that still read.
+  // By parity of the generation: a lane may be one collective ahead of lanes that still read.
   uint64_t values[2][kWarpLanes];
   std::array<uint32_t, 6> words[2][kWarpLanes];
   uint32_t generation = 0, arrived = 0;
@@ -71,10 +71,10 @@ struct Barrier {
 // The copies between two commits of a thread.
 struct BulkGroup {
   int unread = 0, unwritten = 0;
-  char read = 0, written = 0;  // what their ends release
+  char read = 0, written = 0;  // released when they are done
 };
 
-// What the threads of a block have put together.
+// A put that the threads of a block make together.
 struct PutCall {
   void* to;
   const void* from;
@@ -83,7 +83,7 @@ struct PutCall {
   bool operator==(const PutCall&) const = default;
 };
 
-// A copy that is carried out when its thread waits for it, at the latest.
+// A copy that is carried out at the latest when its thread waits for it.
 struct OwnCopied {
   uint8_t* to;
   const uint8_t* from;
@@ -94,7 +94,7 @@ struct Launch {
   int device = 0;
   bool on_stream = false;  // rather than the null stream
   int number = 0;          // on its stream
-  // Of the stream: what its launch before this one has released, and what this one does.
+  // What the previous launch on the stream has released, and what this one releases.
   const char* follows = nullptr;
   const char* ends = nullptr;
   dim3 grid;
@@ -107,7 +107,7 @@ struct Launch {
   unsigned blocks() const { return grid.x * grid.y; }
 };
 
-// Memory that ends where a page without access begins, and begins not far behind one.
+// Memory that ends at a page without access, and begins shortly after one.
 struct Guarded {
   uint8_t* at = nullptr;
   size_t bytes = 0;
@@ -120,37 +120,37 @@ struct Fiber;
 struct Block;
 struct Warpgroup;
 
-// Two blocks that begin together; null: one that has ended.
+// Two blocks that begin together; null for one that has ended.
 struct Cluster {
   Block* blocks[2] = {};
   uint32_t arrived = 0, generation = 0;
   char orders[2] = {};  // by parity of the generation
-  // Where the shared memory that a launch sizes begins, in a block's shared memory.
+  // Where dynamic shared memory, whose size a launch sets, begins in a block's shared memory.
   uint32_t start;
 };
 
-// Whoever acquires it comes after all puts that a signal stands for.
+// A thread that acquires it is ordered after all puts that a signal covers.
 using PutsBefore = std::shared_ptr<const char>;
 
 struct Block {
   Launch* launch = nullptr;
   dim3 index;
   std::vector<PutCall> puts;
-  std::vector<PutsBefore> signals;  // for races: that its threads have acquired
+  std::vector<PutsBefore> signals;  // for races: those that its threads have acquired
   Guarded shared;
-  std::map<std::type_index, Guarded> objects;  // of shared memory that the launch does not size
+  std::map<std::type_index, Guarded> objects;  // static shared memory
   std::vector<Warp> warps;
   Barrier barriers[kBarriers];
   std::vector<std::unique_ptr<Fiber>> fibers;
   uint32_t live = 0;
-  // Of blocks in clusters. What bulk copies and products see of ordinary stores to shared memory:
-  // those before a fence, which the next look takes over.
+  // For blocks in clusters. `fenced` is what bulk copies and products see of ordinary stores to
+  // shared memory: those before a fence, which the next check takes over.
   std::shared_ptr<Cluster> cluster;
   std::vector<uint8_t> fenced;
   bool takes_over = false;
-  bool new_mbarriers = false;  // that no fence has made known
+  bool new_mbarriers = false;  // there are some that no fence has published
   std::vector<std::shared_ptr<Warpgroup>> warpgroups;
-  char end = 0;  // what its threads release at their ends
+  char end = 0;  // released by its threads when they end
 
   uint32_t rank() const { return cluster == nullptr ? 0 : cluster->blocks[1] == this; }
 };
@@ -167,23 +167,23 @@ struct Fiber {
   bool done = false;
   const char* where = "not begun";
   std::vector<std::shared_ptr<BulkGroup>> groups;
-  // Copies that are the thread's own: open ones, and those of groups.
+  // The thread's own copies: open ones, and those of groups.
   std::vector<OwnCopied> own_open;
   std::shared_ptr<BulkGroup> open;
-  size_t puts = 0;  // in which it has taken part
-  // For races: whether a fence stands before its next stores, and relaxed loads since the last one.
+  size_t puts = 0;  // how many it has taken part in
+  // For races: whether a fence precedes its next stores, and relaxed loads since the last fence.
   bool fenced = false;
   std::vector<const void*> loaded;
 };
 
-// Of the thread that runs; null on the host.
+// The thread that runs; null on the host.
 extern Fiber* current;
 
 // ---- Scheduling (scheduler.cc) ------------------------------------------------------------------
 
-// Prints what is wrong, who did it and the seed, and ends the process with status 9.
+// Prints what is wrong, which thread did it and the seed, and ends the process with status 9.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void Die(const char* format, ...);
-// Lets others run.
+// Lets other threads run.
 void Yield(const char* where);
 void SleepWhile(const uint32_t* word, uint32_t value, const char* where);
 void RunAll();
@@ -193,19 +193,19 @@ const std::vector<Block*>& RunningBlocks();
 
 // ---- Collectives (collectives.cc) ---------------------------------------------------------------
 
-// What each lane of the warp came with. With `orders` accesses before it come before those behind
-// it.
+// The value that each lane of the warp passed. With `orders`, accesses before it are ordered before
+// those after it.
 const uint64_t* Exchange(uint32_t mask, uint64_t value, const char* kind, bool orders = false);
-// The same with more of each.
+// The same with several words per lane.
 const std::array<uint32_t, 6>* ExchangeWords(const std::array<uint32_t, 6>& words,
                                              const char* kind);
-// Whether all came with true. Without `wait` the thread only arrives.
+// Whether all passed true. Without `wait` the thread only arrives.
 bool Sync(uint32_t barrier, uint32_t threads, bool value, bool wait);
 void ExpectNoArrivals(const Block& block);
 
 // ---- Memory order, for races (collectives.cc) ---------------------------------------------------
 
-// A fence that releases before the stores directly behind it, and acquires after all relaxed loads.
+// A fence that releases before the stores directly after it, and acquires after all relaxed loads.
 void Fence();
 void LoadsRelaxed(const void* at);
 void LoadsAcquire(const void* at);
@@ -220,16 +220,16 @@ void BulkWait(int pending, bool read);
 void MbarrierInit(uint64_t* barrier, uint32_t arrivals);
 void MbarrierExpect(uint64_t* barrier, uint32_t bytes);
 bool MbarrierTryWait(uint64_t* barrier, uint32_t parity);
-// Some of the copies under way get further.
+// Lets some of the copies under way progress.
 void AdvanceCopies();
 bool CopiesUnderWay();
 void ExpectNoCopies(const Block& block);
 
 void OwnCopy(void* shared, const void* global, uint32_t bytes);
 void AsyncArrive(uint64_t* barrier);
-// Of this block, or at the same place of another one of its cluster.
+// Arrives at this block's mbarrier, or at the same place in another block of its cluster.
 void MbarrierArrive(uint64_t* barrier, uint32_t rank);
-// Dies if a load under way writes there.
+// Dies if a load under way writes these bytes.
 void ExpectLoaded(const Block& block, const uint8_t* shared, size_t bytes);
 
 // ---- Clusters, fences of proxies (clusters.cc) --------------------------------------------------
@@ -237,13 +237,13 @@ void ExpectLoaded(const Block& block, const uint8_t* shared, size_t bytes);
 void ClusterSync();
 uint32_t SharedAddress(const void* shared);
 uint8_t* SharedPointer(uint32_t address);
-// Shared memory of another block of the cluster, at the place of this block's.
+// The place in another block's shared memory that corresponds to `shared` in this block's.
 uint8_t* SharedOf(const Block& block, const void* shared);
 void FenceAsyncShared();
 void FenceMbarriers();
-// Takes over what fences stand behind.
+// Makes stores that a fence covers visible to copies and products.
 void TakeOver(Block& block);
-// Dies if ordinary stores have changed it that no fence stands behind.
+// Dies if ordinary stores that no fence covers have changed these bytes.
 void ExpectFenced(Block& block, const uint8_t* shared, size_t bytes, const char* who);
 
 // ---- Tensor copies (bulk.cc) --------------------------------------------------------------------
@@ -255,7 +255,7 @@ struct TensorMap {
   int64_t sizes[4];
   int64_t strides[3];  // of dimensions 1 to 3, bytes
 };
-// Whether there is such a map.
+// Whether the hardware allows such a map.
 bool IsTensorMap(const TensorMap& map);
 void TensorStore(const TensorMap& map, const int32_t (&at)[4], const void* shared);
 void TensorLoad(void* shared, const TensorMap& map, const int32_t (&at)[4], uint64_t* barrier,
@@ -278,33 +278,34 @@ void FenceProducts();
 void CommitProducts();
 void WaitForProducts(uint32_t pending);
 void SetRegisters(uint32_t registers, bool grow);
-// Some of them are carried out.
+// Carries out some of the products under way.
 void AdvanceProducts();
 bool ProductsUnderWay();
-// Whether products that nobody has waited for read there.
+// Whether products for which no thread has waited read these bytes.
 bool ProductsRead(const Block& block, const uint8_t* shared, size_t bytes);
 void ExpectNoProducts(const Block& block);
 
 // ---- Puts to other nodes (puts.cc) --------------------------------------------------------------
 
-// A block of the symmetric heap for each PE, and the GPU that it is on. Forgets what is under way.
+// A PE's block of the symmetric heap, and the GPU that it is on.
 struct HeapBlock {
   uint8_t* at;
   size_t bytes;
   int device;
 };
+// Forgets what is under way.
 void SetHeap(std::vector<HeapBlock> by_pe);
-// Of all threads of a block, together.
+// Called by all threads of a block together.
 void PutByBlock(void* to, const void* from, size_t bytes, int pe);
-// Of one.
+// Called by one thread.
 void FencePuts();
 void SignalPe(uint64_t* at, uint64_t value, int pe);
-// Whoever has acquired a signal's value on this GPU may read what had come before it. For races a
-// thread of the block is enough: whether a barrier stands between the two is not looked at.
+// A thread that has acquired a signal's value on this GPU may then read what had arrived before it.
+// For races any thread of the block is enough; a barrier between the two is not checked.
 void SettlePuts();
 // For races: the word at `at` was acquired, which a signal may have stored.
 void AcquiresSignal(const void* at);
-// Some of what is under way gets further.
+// Lets some of the puts under way progress.
 void AdvancePuts();
 bool PutsUnderWay();
 void ExpectWholePuts(const Block& block);
@@ -313,14 +314,14 @@ void ExpectWholePuts(const Block& block);
 
 Guarded AllocateGuarded(size_t bytes, size_t align);
 void FreeGuarded(const Guarded& memory);
-// Frees all allocations and streams, of which nothing is under way.
+// Frees all allocations and streams; nothing may be under way.
 void Reset();
-// Shared memory that the launch does not size, one for each type.
+// Static shared memory: one object per type.
 void* SharedObject(std::type_index type, size_t bytes);
-// Dies unless the bytes are aligned and of one allocation.
+// Dies unless the bytes are aligned and in one allocation.
 void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what);
 void Enqueue(Launch launch, EmulatedStream* stream);
-// The first launch of each stream that has one.
+// The first launch of each stream that has any.
 std::vector<Launch*> FirstLaunches();
 void PopEnded();
 

@@ -1,6 +1,6 @@
 // Passes over rows that gradients need (cuda/expert_rows.cu) on emulated GPUs, bit for bit, with
-// denormals, NaN and infinities. Rows that are left out must stay as they are. Takes the seed of
-// its draws and their number.
+// denormals, NaN and infinities. Rows that are left out must not change. Takes the seed of its
+// draws and their number.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -21,7 +21,7 @@ using Format = Fp8Block128Format;
 constexpr int64_t kBlock = Format::kBlock;
 constexpr int64_t kVectorBytes = 16;
 constexpr int kLanes = 32;
-constexpr uint8_t kPattern = 0x5A;  // of results before a call
+constexpr uint8_t kPattern = 0x5A;  // fills results before a call
 
 template <typename T>
 T* Allocate(int64_t count) {
@@ -31,7 +31,7 @@ T* Allocate(int64_t count) {
   return data;
 }
 
-// Of `count` elements at `from`.
+// Whether `count` elements at `from` still hold the pattern.
 template <typename T>
 bool IsUntouched(const T* from, int64_t count) {
   const auto* bytes = reinterpret_cast<const uint8_t*>(from);
@@ -45,7 +45,7 @@ void SetCase(const char* kernel, ElementType type, std::initializer_list<int64_t
   CurrentCase() = text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
 }
 
-// A number of an exponent up to `most`, as float32 has them, or not far below.
+// A number whose biased float32 exponent is `most` or a little less.
 float DrawNumber(Random& random, int64_t most) {
   const auto bits = static_cast<uint32_t>(random.Bits());
   switch (random.In(0, 400)) {
@@ -63,7 +63,7 @@ int64_t DrawRows(Random& random) { return random.OneIn(8) ? 0 : random.In(1, 40)
 
 // ---- The way back through a combine -------------------------------------------------------------
 
-// In the order that the kernel says.
+// Adds in the order that the kernel documents.
 template <typename Element>
 float Dot(const Element* left, const Element* right, int64_t count) {
   constexpr auto kCount = static_cast<int64_t>(kVectorBytes / sizeof(Element));
@@ -104,7 +104,7 @@ void RunCombineBack(Random& random, ElementType type) {
     for (int64_t i = row * step.hidden; i < (row + 1) * step.hidden; ++i) {
       rows[i] = FromFloat<Element>(DrawNumber(random, 130));
       expert_out[i] = FromFloat<Element>(there ? DrawNumber(random, 130) : nan);
-      // Any bits, also of NaN that no rounding makes.
+      // Any bits, also of NaN that rounding never makes.
       if (!there) {
         const uint64_t bits = random.Bits();
         std::memcpy(&rows[i], &bits, sizeof rows[i]);
@@ -135,7 +135,7 @@ void RunCombineBack(Random& random, ElementType type) {
     CHECK(std::memcmp(rows + row * step.hidden, to_row.data(), to_row.size() * sizeof(Element)) ==
           0);
     const float to_weight = there ? Dot(before, expert_out + row * step.hidden, step.hidden) : 0.0f;
-    // FromFloat makes one of all NaN, of which nothing says which one a sum is.
+    // FromFloat maps all NaN to one, as it is unspecified which NaN a sum is.
     CHECK(FloatBits(FromFloat<float>(step.to_weights[row])) ==
           FloatBits(FromFloat<float>(to_weight)));
   }
@@ -144,17 +144,17 @@ void RunCombineBack(Random& random, ElementType type) {
 
 // ---- Rows of groups -----------------------------------------------------------------------------
 
-// Sizes, and groups that are empty, negative or reach past the rows. Returns how many rows are in
-// groups.
+// Draws sizes, and groups that are empty, negative or reach past the rows. Returns how many rows
+// are in groups.
 int64_t DrawGroups(Random& random, GroupedRows& grouped) {
   grouped.rows = DrawRows(random);
   grouped.columns = kBlock * random.In(1, 12);
-  // As often as not more than a warp has lanes.
+  // Half of the time more than a warp has lanes.
   grouped.groups = random.OneIn(2) ? random.In(33, 80) : random.In(0, 6);
   auto* sizes = Allocate<int32_t>(grouped.groups);
   grouped.sizes = sizes;
   const int64_t most = grouped.rows * random.In(1, 3) / std::max<int64_t>(grouped.groups, 1);
-  const bool large = random.OneIn(10);  // whose sum is none of int32
+  const bool large = random.OneIn(10);  // the sum overflows int32
   int64_t in_groups = 0;
   for (int64_t i = 0; i < grouped.groups; ++i) {
     sizes[i] = random.OneIn(4) ? 0 : static_cast<int32_t>(random.In(0, most));
@@ -172,10 +172,10 @@ void RunQuantize(Random& random, ElementType type) {
   const int64_t there = DrawGroups(random, step), columns = step.columns;
   SetCase("quantize", type, {step.rows, columns, step.groups, there});
   const int64_t blocks = columns / kBlock;
-  // Ends with the rows of groups, so that nobody can read past them.
+  // Ends with the rows of groups, so that reads past them fault.
   auto* values = Allocate<Element>(there * columns);
   for (int64_t block = 0; block < there * blocks; ++block) {
-    // Around the floor of gradients as often as not, but float16 has no such numbers.
+    // Half of the time around the floor of gradients, but float16 has no such numbers.
     int64_t most = random.OneIn(2) ? random.In(30, 70) : random.In(71, 230);
     if (std::is_same_v<Element, Float16>) most = random.In(105, 140);
     Element* first = values + block * kBlock;
@@ -218,7 +218,7 @@ void RunDequantize(Random& random, ElementType type) {
   for (int64_t i = 0; i < there * columns; ++i) codes[i] = static_cast<uint8_t>(random.Bits());
   auto* scales = Allocate<float>(there * blocks);
   for (int64_t i = 0; i < there * blocks; ++i) {
-    // Any bits, or what float16 has room for.
+    // Any bits, or numbers that float16 can hold.
     scales[i] =
         random.OneIn(3) ? BitsFloat(static_cast<uint32_t>(random.Bits())) : DrawNumber(random, 130);
   }

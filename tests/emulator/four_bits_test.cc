@@ -1,6 +1,6 @@
-// Products of few rows with matrices of four bits (cuda/matmul/four_bits) on emulated GPUs against
-// sums in float64. Rows past the groups hold NaN and must stay as they are. Takes the seed of its
-// draws and their number.
+// Products of few rows with 4-bit matrices (cuda/matmul/four_bits) on emulated GPUs against sums in
+// float64. Rows past the groups hold NaN and must not change. Takes the seed of its draws and their
+// number.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -31,7 +31,7 @@ struct Draws {
   bool gate_up, codes, as_float;
   int64_t rows, k, columns;
   std::vector<int32_t> sizes;
-  bool extremes;  // scales that bfloat16 cannot hold at once, NaN among rows and scales
+  bool extremes;  // scales beyond a single bfloat16 factor, NaN among rows and scales
 
   int64_t sides() const { return gate_up ? 2 : 1; }
   int64_t groups() const { return static_cast<int64_t>(sizes.size()); }
@@ -41,11 +41,11 @@ Draws Draw(Random& random) {
   Draws draws{};
   draws.gate_up = random.OneIn(2), draws.codes = random.OneIn(2), draws.as_float = random.OneIn(2);
   draws.extremes = random.OneIn(3);
-  // Fewer and more units than a block has warps.
+  // Fewer or more units than a block has warps.
   draws.k = 128 * (random.OneIn(4) ? random.In(7, 18) : random.In(1, 4));
   draws.columns = (draws.gate_up ? 64 : 128) * random.In(1, 2);
   const int64_t groups = random.OneIn(8) ? random.In(31, 40) : random.In(1, 5);
-  // Each of the kernels' numbers of rows.
+  // Each number of rows for which there is a kernel.
   const int64_t most = int64_t{4} << random.In(0, 3);
   int64_t rows = 0;
   for (int64_t i = 0; i < groups; ++i) {
@@ -115,7 +115,7 @@ Weights MadeWeights(Random& random, const Draws& draws) {
   return weights;
 }
 
-// What must come out of one row and column, and how far off it may be.
+// The result that one row and column must give, and the allowed error.
 struct About {
   double value, error;
 };

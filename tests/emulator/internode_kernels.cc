@@ -1,5 +1,5 @@
-// The kernels of shmem/internode.cu as cuda/internode/calls.cc launches them. Compiled as nvcc
-// compiles them.
+// The kernels of shmem/internode.cu as cuda/internode/calls.cc launches them. Compiled like the
+// kernels.
 #include "calls_ranks.h"
 #include "cuda/memory/driver.h"
 

@@ -1,9 +1,9 @@
-// Whole calls of ranks on several nodes, on emulated GPUs: the window kernels with those of
-// shmem/internode.cu between their halves, over puts that do the worst (puts.cc). Results against
-// the CPU steps as in calls_test.cc, dispatches in bundles and without; a rank that does not come,
-// or is in another call; bundles that others spoil; first halves that nobody ends. Takes the seed
-// of its draws and their number, behind `layers`, `silent`, `mixed`, `spoiled`, `abandoned` or
-// `drops` for those alone. Needs EMULATED_GPUS=4 or more.
+// Calls of ranks on several nodes, on emulated GPUs: the window kernels with those of
+// shmem/internode.cu between their halves, over adverse puts (puts.cc). Compares results with the
+// CPU steps as in calls_test.cc, with dispatches bundled and not. Also a rank that makes no call or
+// another call, spoiled bundles, and first halves that are never ended. Takes the seed of its draws
+// and their number, after `layers`, `silent`, `mixed`, `spoiled`, `abandoned` or `drops` to run
+// only these. Needs EMULATED_GPUS=4 or more.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -14,7 +14,7 @@
 namespace jax_ep {
 namespace {
 
-// Nodes of which not every rank hears every other.
+// Nodes in which not every rank hears every other.
 Draws DrawRelays(Random& random) {
   Draws draws = DrawNodes(random);
   const auto relays = [&] {
@@ -24,12 +24,12 @@ Draws DrawRelays(Random& random) {
   return draws;
 }
 
-// The last rank makes a call less than the others: theirs end by the time limit, of which each
-// hears, on other nodes too, and further calls end at once.
+// The last rank makes one call less than the others: theirs time out, which all ranks report, on
+// other nodes too, and further calls end at once.
 void RunSilent(Random& random) {
   Draws draws = DrawNodes(random);
   if (random.OneIn(2)) draws = DrawRelays(random);
-  // Somebody waits for every rank.
+  // Some rank waits for every rank.
   draws.options.shape.tokens = random.In(1, 20);
   draws.times = 1;
   CurrentCase() = "silent, " + Text(draws);
@@ -49,12 +49,12 @@ void RunSilent(Random& random) {
   }
   CHECK(is_named);
   const uint64_t begin = emulator::ClockNs();
-  // What it missed has been sent; what comes next it waits for, if it was not told.
+  // The silent rank has what it missed. It would wait for the next call if it had not been told.
   for (int call = 0; call < 2; ++call) gpus.DispatchWithout(-1);
   CHECK(emulator::ClockNs() - begin < 10 * ShortTimeoutNs());
 }
 
-// The last rank makes another call than the others: an error for all, long before the time limit.
+// The last rank makes another call than the others: all get an error, long before the time limit.
 void RunMixed(Random& random) {
   Draws draws = random.OneIn(2) ? DrawNodes(random) : DrawRelays(random);
   draws.times = 1;
@@ -76,7 +76,7 @@ void RunMixed(Random& random) {
 
 void Put(uint8_t* to, int32_t value) { std::memcpy(to, &value, sizeof value); }
 
-// Tables and messages of bundles that are anything: the emulator judges, which knows all memory.
+// Arbitrary tables and messages of bundles. Only the emulator checks, which knows all memory.
 void RunSpoiledBundles(Random& random) {
   Draws draws = DrawNodes(random);
   while (draws.options.shape.ranks % draws.node != 0) draws = DrawNodes(random);
@@ -91,19 +91,19 @@ void RunSpoiledBundles(Random& random) {
   Gpus gpus(world, draws, 20 * ShortTimeoutNs());
   const BundleLayout& bundles = gpus.bundles();
   gpus.RunSpoiled(-1, [&](uint8_t* block, const WindowGroup&) {
-    // Both sides, one behind the other.
+    // Both sides, which are adjacent.
     for (int64_t at = bundles.staged.messages; at < bundles.flags; at += kIndexBytes) {
       if (random.OneIn(some)) Put(block + at, AnyIndex(random, end));
     }
-    // How many messages there are.
+    // The numbers of messages.
     for (int64_t at = bundles.inbox.tables; at < bundles.flags; at += bundles.table_bytes) {
       if (random.OneIn(3)) Put(block + at, AnyIndex(random, end));
     }
   });
 }
 
-// First halves one behind the other, of which nobody ever ends one: each region is used again
-// though its rank has placed nothing. The whole call after them still arrives.
+// Successive first halves that are never ended: each region is used again although its rank has
+// placed nothing. The whole call after them still arrives.
 void RunAbandoned(Random& random) {
   Draws draws = random.OneIn(2) ? DrawNodes(random) : DrawRelays(random);
   draws.options.shape.tokens = random.In(1, 5);
@@ -122,11 +122,11 @@ void RunAbandoned(Random& random) {
   }
 }
 
-// Regions that are used again and again, some of which nobody has waited for.
+// Regions that are used again and again, some without a wait for them.
 void RunDrops(Random& random) {
   Draws draws = DrawRelays(random);
   draws.options.shape.tokens = random.In(0, 3);
-  // Races are there in any turns, and slow to look for.
+  // Races show in any order of turns, and are slow to look for.
   draws.times = emulator::kRaces ? random.In(3, 5) : random.In(8, 40);
   draws.halves = draws.drops = true;
   RunWholeLayer(draws, random);
@@ -146,7 +146,7 @@ int Main(int argc, char** argv) {
     if (is_turn("abandoned", i, 4)) RunAbandoned(random_of_first_halves);
     if (is_turn("drops", i, 5)) RunDrops(random_of_faults);
     if (only.empty()) RunWholeLayer(DrawNodes(random), random);
-    // Every other one with relays.
+    // Every other draw has relays.
     if (only != "layers") continue;
     RunWholeLayer(i % 2 == 0 ? DrawNodes(random) : DrawRelays(random), random);
   }

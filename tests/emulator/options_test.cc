@@ -1,7 +1,7 @@
-// Combines with options on emulated GPUs against the CPU steps: rows that travel one by one, with
+// Combines with options on emulated GPUs against the CPU steps: rows that are sent one by one, with
 // weights of their entries or without, and rows of a shared expert; whole, in halves, and over
-// several nodes. Tables that came back changed among them. Takes the seed of its draws and their
-// number. Needs EMULATED_GPUS=2 or more.
+// several nodes. Some tables are tampered with. Takes the seed of its draws and their number. Needs
+// EMULATED_GPUS=2 or more.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -16,9 +16,9 @@ namespace {
 
 struct Modes {
   bool by_entry;
-  bool entry_weights;  // of by_entry
+  bool entry_weights;  // with by_entry
   bool shared;
-  bool changed;  // tables
+  bool changed;  // tampered tables
   int64_t tokens, entries;
 };
 
@@ -33,7 +33,7 @@ struct SharedRows {
   Buffer rows, part;
 };
 
-// Entries that lead nowhere any more at the source, or anywhere at the destination.
+// Makes some entries invalid at the source, and changes some to any value at the destination.
 void ChangeTables(World& world, Random& random) {
   const int64_t changes = random.In(2, 40);
   for (Rank& rank : world.ranks) {
@@ -47,7 +47,7 @@ void ChangeTables(World& world, Random& random) {
   }
 }
 
-// Some that are infinite: rows that were dropped must add their weight times zero.
+// Makes some weights infinite: dropped rows must add their weight times zero.
 void FillEntryWeights(World& world, Random& random) {
   const int64_t finite = random.OneIn(2) ? 1 << 30 : random.In(2, 30);
   for (Rank& rank : world.ranks) {
@@ -69,7 +69,7 @@ SharedRows DrawSharedRows(const World& world, int64_t tokens, Random& random) {
   return shared;
 }
 
-// `step` is one of either transport.
+// `step` may be of either transport.
 template <typename Step>
 void SetModes(const Modes& modes, const float* entry_weights, const void* shared_rows,
               const int32_t* shared_part, Step& step) {
@@ -81,7 +81,7 @@ void SetModes(const Modes& modes, const float* entry_weights, const void* shared
   step.shared_part = shared_part;
 }
 
-// What has arrived, added up as `modes` say.
+// Adds up what has arrived, according to `modes`.
 void UnpackAs(const Modes& modes, const World& world, Rank& rank, const SharedRows& shared,
               Random& random) {
   const Options& options = world.options;
@@ -99,12 +99,12 @@ void UnpackAs(const Modes& modes, const World& world, Rank& rank, const SharedRo
   RunTask(cpu::CombineUnpack(step), 1, random);
 }
 
-// Calls of few tokens, of chunks with several messages, and of rows that have several pieces.
+// Draws calls of few tokens, of chunks with several messages, and of rows with several pieces.
 Draws DrawCombines(Random& random, bool over_nodes) {
   Draws draws = over_nodes ? DrawNodes(random) : Draw(random);
   Options& options = draws.options;
   EpShape& shape = options.shape;
-  options.format = Bf16Format::kName;  // of the dispatch, which is not under test
+  options.format = Bf16Format::kName;  // for the dispatch, which is not under test
   options.tiled = false;
   const int64_t pick = random.In(0, 5);
   if (pick == 0) {
@@ -142,7 +142,7 @@ void RunCombines(Random& random, bool over_nodes, bool halves) {
   world.Combine();
   std::vector<SharedRows> shared;
   for (Rank& rank : world.ranks) {
-    // Of tokens, not of their entries.
+    // One row per token, not per entry.
     rank.residual = Buffer(modes.tokens * shape.row_bytes());
     FillElements(random, rank.residual.data(), draws.options.element, modes.tokens * shape.hidden);
     rank.output = Buffer(modes.tokens * shape.row_bytes());

@@ -1,5 +1,5 @@
-// Matmuls of warpgroups (wgmma). They run in order, but when they like: operands are read at any
-// time before somebody has waited for them, and sums hold nothing meanwhile.
+// Matmuls of warpgroups (wgmma). They run in order, but at any time: operands are read at any time
+// before a thread has waited for them, and sums hold NaN until then.
 #include <algorithm>
 #include <bit>
 #include <deque>
@@ -36,7 +36,7 @@ struct Range {
   uint32_t bytes;
 };
 
-// What all threads of a warpgroup do, one after the other.
+// An action that all threads of a warpgroup perform, one after the other.
 enum class Kind { kFence, kProduct, kCommit, kWait };
 constexpr const char* kNames[] = {"a fence of products", "a product", "a commit of products",
                                   "a wait for products"};
@@ -52,12 +52,12 @@ struct Action {
   bool done = false, retired = false;
   uint64_t delay = 0;
   char begin = 0, end = 0;
-  // Of a wait: products before this number, and sums that are then whole.
+  // A wait waits for products before this number, after which these sums are whole.
   uint64_t waits_for = 0;
   std::vector<std::shared_ptr<Sums>> whole{};
 };
 
-// How long some are put off unless somebody waits for them.
+// The delay of some products, unless a thread waits for them.
 constexpr uint64_t kUntilWaited = 1 << 30;
 uint64_t DrawDelay() {
   const uint64_t draw = Random() % 16;
@@ -68,20 +68,21 @@ uint64_t DrawDelay() {
 
 struct Warpgroup {
   std::deque<Action> actions;
-  uint64_t first = 0;  // number of the first that is kept
-  // What each thread comes to next, and up to which one it has waited.
+  uint64_t first = 0;  // number of the first action that is kept
+  // The next action of each thread, and the one up to which it has waited.
   uint64_t of_thread[kWarpgroupThreads] = {}, through[kWarpgroupThreads] = {};
-  // As of the last action.
+  // The state after the last action.
   bool fenced = false;
   std::vector<std::pair<std::shared_ptr<Sums>, uint64_t>>
-      under_way;                 // and the last product's number
-  std::vector<uint64_t> groups;  // that are committed: numbers of the actions behind
-  // Products are carried out up to this one; and how many are.
+      under_way;                 // with the last product's number
+  std::vector<uint64_t> groups;  // committed ones: numbers of the actions that follow them
+  // Actions before `next` have been carried out; threads wait for those before `wanted`. `done`
+  // counts products.
   uint64_t next = 0, wanted = 0;
   uint32_t done = 0;
   Actor actor;
   bool has_actor = false;
-  // By SetRegisters.
+  // Set by SetRegisters.
   uint32_t registers = 0, warps_set = 0;
 
   Action& At(uint64_t number) { return actions[number - first]; }
@@ -128,7 +129,7 @@ Operand OperandOf(uint64_t bits, bool across) {
   return operand;
 }
 
-// Where row (or column) i, byte b along, or step k, byte b across, of an operand lies.
+// The address of a byte of an operand. A line is a row (or column), or a step if `across`.
 uint32_t AddressOf(const Operand& operand, uint32_t line, uint32_t byte) {
   uint32_t at = operand.start + line / 8 * operand.next_atom + line % 8 * kLineBytes;
   at += operand.across ? byte / kLineBytes * operand.next_chunk + byte % kLineBytes : byte;
@@ -234,7 +235,7 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   ++warpgroup.done;
 }
 
-// Forgets actions that are over for all threads.
+// Forgets actions that all threads have completed.
 void Forget(Warpgroup& warpgroup) {
   while (!warpgroup.actions.empty()) {
     const Action& action = warpgroup.actions.front();
@@ -258,7 +259,7 @@ bool Untouched(const float* sum) {
   return bits == kUnderWaySum;
 }
 
-// The first thread that comes to a product says what it is.
+// The first thread that issues a product determines it.
 void Begin(Warpgroup& warpgroup, Action& action, const float* sums) {
   const Product& product = action.product;
   Block& block = *current->block;

@@ -1,9 +1,8 @@
-// Puts that do the worst of what protocol/internode.h allows: pieces of puts and signals arrive in
-// random order, late, also after the end of their kernel, are read from their source when they
-// arrive, and are not to be seen until somebody settles. For races each put and each signal is an
-// actor of its own, which comes after what the thread that issued it had done and after nothing
-// else. What puts have done comes before who has acquired a signal, behind whose fences they were,
-// and settles.
+// Puts that do the worst that protocol/internode.h allows: pieces of puts and signals arrive late
+// and in random order, also after the end of their kernel. They are read from their source only
+// when they arrive, and are not visible until a thread settles. For races each put and each signal
+// is an actor of its own, which is ordered only after what the issuing thread has done. Puts before
+// a signal's fence are ordered before a thread that has acquired the signal and settles.
 #include <algorithm>
 #include <utility>
 
@@ -14,19 +13,19 @@ namespace {
 
 constexpr uint64_t kMostPieceBytes = 600;
 
-// A block, and the blocks of its place in the launches before: a fence is one of the PE.
+// A block, and the blocks with its index in earlier launches: a fence belongs to the PE.
 struct Lane {
   int device;
   unsigned x, y;
   auto operator<=>(const Lane&) const = default;
 };
-// Of all pieces of a put, or of a signal.
+// Shared by all pieces of a put, or of a signal.
 using SharedActor = std::shared_ptr<const Actor>;
 
 struct Piece {
   SharedActor actor;
   Lane lane;
-  uint64_t fenced;  // fences of its lane before it
+  uint64_t fenced;  // how many fences its lane made before it
   int pe;
   uint8_t* to;
   const uint8_t* from;  // nullptr: a signal
@@ -34,7 +33,7 @@ struct Piece {
   uint64_t value;
   uint64_t delay;  // rounds
 };
-// At its destination, and not to be seen yet.
+// A piece that has reached its destination but is not visible yet.
 struct Landed {
   uint8_t* to;
   std::vector<uint8_t> bytes;
@@ -45,12 +44,12 @@ std::map<Lane, uint64_t> fences;
 std::vector<Piece> pieces;
 std::map<int, std::vector<Landed>> landed;  // by device
 
-// For races. By lane and PE: what puts release when they have come, by the number of the lane's
-// fences before them; at 0 there are also all that a signal has stood for.
+// For races. By lane and PE: what puts release when they have arrived, by the number of the lane's
+// fences before them. At 0 are also all puts that a signal has covered.
 std::map<std::pair<Lane, int>, std::map<uint64_t, PutsBefore>> over;
-std::map<const void*, PutsBefore> signalled;  // by word, of its last signal
+std::map<const void*, PutsBefore> signalled;  // by word, for its last signal
 
-// Now and then one is overtaken by what later calls send.
+// Sometimes a later call's puts overtake a piece.
 uint64_t DrawDelay() { return Random() % 32 == 0 ? Random() % 3000 : Random() % 20; }
 
 Lane OwnLane() {
@@ -66,7 +65,7 @@ const HeapBlock& OwnBlock() {
   Die("a put without a heap");
 }
 
-// What is at `at` of the caller's block, at a PE.
+// The address at a PE that corresponds to `at` in the caller's block.
 uint8_t* Symmetric(const void* at, size_t bytes, int pe, const char* what) {
   const HeapBlock& own = OwnBlock();
   const auto offset = static_cast<const uint8_t*>(at) - own.at;
@@ -78,7 +77,7 @@ uint8_t* Symmetric(const void* at, size_t bytes, int pe, const char* what) {
   return there.at + offset;
 }
 
-// A signal waits for what its lane has fenced.
+// A signal waits for everything that its lane issued before the lane's last fence.
 bool MayArrive(const Piece& piece) {
   if (piece.from != nullptr) return true;
   return std::none_of(pieces.begin(), pieces.end(), [&](const Piece& other) {
@@ -95,8 +94,8 @@ SharedActor BeginActor() {
 
 PutsBefore MakePutsBefore() { return std::make_shared<const char>(); }
 
-// Done by the signal. Who acquires its word comes after what the lane had done, and after puts only
-// with SettlePuts.
+// Run by the signal's actor. A thread that acquires its word is ordered after what the lane had
+// done, but after puts only with SettlePuts.
 void DeliverSignal(const Piece& piece) {
   auto* word = reinterpret_cast<uint64_t*>(piece.to);
   StoreAndRelease(word, piece.value);
@@ -110,7 +109,7 @@ void DeliverSignal(const Piece& piece) {
   if (piece.fenced != 0) puts[0] = all;
 }
 
-// Done by the put.
+// Run by the put's actor.
 void ReadAndWrite(const Piece& piece) {
   Reads(piece.from, piece.bytes);
   Writes(piece.to, piece.bytes);
@@ -149,7 +148,7 @@ void PutByBlock(void* to, const void* from, size_t bytes, int pe) {
   std::vector<PutCall>& calls = current->block->puts;
   const size_t call = current->puts++;
   const PutCall own{to, from, bytes, pe};
-  // It leaves with the first thread; no barrier is promised.
+  // The put starts with the first thread, as no barrier is guaranteed.
   if (call < calls.size()) {
     if (calls[call] != own) Die("threads of a block put different things");
     return;

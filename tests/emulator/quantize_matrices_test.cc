@@ -1,5 +1,5 @@
 // Quantising matrices (cuda/matmul/quantize_matrices.cu) on emulated GPUs, bit for bit as the
-// format says, with denormals, NaN and infinities. Takes the seed of its draws and their number.
+// format defines, with denormals, NaN and infinities. Takes the seed of its draws and their number.
 #include <cstring>
 #include <vector>
 
@@ -24,7 +24,7 @@ T* Allocate(int64_t count) {
   return data;
 }
 
-// Numbers of all sizes, some of them in one block much smaller than in others.
+// Numbers of all magnitudes; some in a block are much smaller than others.
 float DrawNumber(Random& random) {
   const auto bits = static_cast<uint32_t>(random.Bits());
   switch (random.In(0, 400)) {
@@ -50,7 +50,7 @@ void Run(Random& random, ElementType type) {
     matrices[random.In(0, count - 1)] = FromFloat<Element>(BitsFloat(0x7FC00000));
     matrices[random.In(0, count - 1)] = FromFloat<Element>(BitsFloat(0xFF800000));
   }
-  // One block below the floor.
+  // One block is below the floor.
   for (int64_t row = 0; row < kBlock; ++row) {
     for (int64_t i = 0; i < kBlock; ++i) {
       Element& value = matrices[row * step.sides * step.columns + i];

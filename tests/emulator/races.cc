@@ -1,6 +1,6 @@
-// Volatile accesses, which are relaxed ones of every GPU's: words that others may change meanwhile,
-// and that order nothing. GCC calls these for them with --param tsan-distinguish-volatile=1, and
-// its run-time library has none.
+// Volatile accesses count as relaxed atomics: other threads may change the words meanwhile, and
+// they order nothing. With --param tsan-distinguish-volatile=1 GCC calls these functions, which its
+// run-time library does not have.
 #include <cstdint>
 
 extern "C" {

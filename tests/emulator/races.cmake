@@ -1,16 +1,16 @@
-# Tests of a build for races. ThreadSanitizer, which is told what orders the accesses of CUDA
-# threads, bulk copies, products and puts to other nodes (races.h, products.cc, puts.cc), ends them with status 66 where
-# two race. It knows of no proxies, so not of the fences between ordinary accesses and bulk copies
-# (.ci/check_sass.py looks at those). For more than CI has time for:
+# Tests of a build for races. ThreadSanitizer is told what orders the accesses of CUDA threads, bulk
+# copies, products and puts to other nodes (races.h, products.cc, puts.cc), and ends the tests with
+# status 66 if two accesses race. It knows no proxies, and so not the fences between ordinary
+# accesses and bulk copies (.ci/check_sass.py checks those). For more than CI has time for:
 #   EMULATED_GPUS=3 EMULATED_SMS=2 EMULATED_RESIDENT=2 build/races/calls_test 7 100
 #   EMULATED_GPUS=4 EMULATED_SMS=1 EMULATED_RESIDENT=2 build/races/internode_test layers 7 50
-# not `internode_test spoiled`: the test stores into windows that kernels read, and indices that are
-# there twice then make two warps store to one place.
+# not `internode_test spoiled`: the test stores into windows that kernels read, and duplicate
+# indices then make two warps store to one place.
 set(FEW_THREADS "EMULATED_SEED=1 EMULATED_RESIDENT=2")
 emulated_test(races_calls "${FEW_THREADS} EMULATED_GPUS=3 EMULATED_SMS=2" calls_test 1 3)
 emulated_test(races_options "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=2" options_test 1 5)
-# Over nodes. Of few threads, since each barrier costs their number squared: whole calls and halves,
-# first halves that nobody ends, and failures that travel as signals.
+# Over nodes: whole calls and halves, first halves that are never ended, and failures that signals
+# report. With few threads, since each barrier costs their number squared.
 set(OVER_NODES "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=1")
 emulated_test(races_internode_layers "${OVER_NODES}" internode_test layers 1 5)
 foreach(ONLY IN ITEMS abandoned drops silent mixed)

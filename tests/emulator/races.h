@@ -1,6 +1,6 @@
-// What ThreadSanitizer is told in a build for races (JAX_EP_RACES): which CUDA thread, bulk copy,
-// put or signal runs, and what comes before what. It then finds accesses of two of them that
-// nothing orders, in whatever turns they happened to come. In other builds these do nothing.
+// Tells ThreadSanitizer in a build for races (JAX_EP_RACES) which CUDA thread, bulk copy, put or
+// signal runs, and what is ordered before what. It then finds accesses of two of them that nothing
+// orders, whatever order they happened to run in. In other builds these functions do nothing.
 #pragma once
 
 #include <cstddef>
@@ -41,21 +41,21 @@ inline void __tsan_atomic64_store(uint64_t* at, uint64_t value, int) {
 }
 #endif
 
-// Somebody who makes accesses. ThreadSanitizer knows few thousand at once and takes a third of a
-// millisecond to make one, so threads and bulk copies that have ended are used again, by the same
-// GPU: what one did comes before what its next does, and mostly did so anyway. Puts and signals,
-// which are few and have no such order, are made each time and ended.
+// Something that makes accesses. ThreadSanitizer can have a few thousand at a time and takes a
+// third of a millisecond to make one. So the same GPU reuses the actors of threads and bulk copies
+// that have ended: what one use did is ordered before the next use, as it mostly is anyway. Puts
+// and signals, which are few and have no such order, get a new actor each time.
 class Actor {
  public:
-  // What whoever makes it has done comes before it.
+  // Ordered after what its maker has done.
   static Actor Make() { return Actor(__tsan_create_fiber(0)); }
   static Actor Running() { return Actor(__tsan_get_current_fiber()); }
-  // What follows is its doing. Orders nothing.
+  // This actor makes the accesses that follow. Orders nothing.
   void Run() const {
     constexpr unsigned kOrdersNothing = 1;
     __tsan_switch_to_fiber(of_, kOrdersNothing);
   }
-  // For good. Not by itself.
+  // Ends the actor for good. It must not call this itself.
   void End() const { __tsan_destroy_fiber(of_); }
   Actor() = default;
 
@@ -64,10 +64,10 @@ class Actor {
   void* of_ = nullptr;
 };
 
-// What whoever runs has done comes before what those do who acquire `at` later.
+// What the running actor has done is ordered before what actors do that acquire `at` later.
 inline void Release(const void* at) { __tsan_release(const_cast<void*>(at)); }
 inline void Acquire(const void* at) { __tsan_acquire(const_cast<void*>(at)); }
-// Stores a word, whole. What was released there before is not acquired any more.
+// Stores a whole word. What was released there before can no longer be acquired.
 inline void StoreAndRelease(uint64_t* at, uint64_t value) {
   __tsan_atomic64_store(at, value, __ATOMIC_RELEASE);
 }
@@ -75,7 +75,7 @@ inline void StoreAndRelease(uint64_t* at, uint64_t value) {
 inline void Reads(const void* at, size_t bytes) { __tsan_read_range(const_cast<void*>(at), bytes); }
 inline void Writes(void* at, size_t bytes) { __tsan_write_range(at, bytes); }
 
-// The emulator's own accesses, which are nobody's.
+// The emulator's own accesses, which belong to no actor.
 class Unseen {
  public:
   Unseen() { __tsan_ignore_thread_begin(); }
@@ -84,7 +84,7 @@ class Unseen {
   Unseen& operator=(const Unseen&) = delete;
 };
 
-// Atomic accesses of a word, or of words that others may not see apart, since nobody else runs
+// Atomic accesses of a word, or of words that must be seen together, as no other thread runs
 // meanwhile. They order nothing.
 template <size_t kBytes>
 using Word = std::conditional_t<

@@ -36,7 +36,7 @@ float Draw(Random& random) {
     case 2:
       return random.OneIn(2) ? 1e30f : -1e30f;
     default:
-      // Few different ones, so that some are equal.
+      // Few different values, so that some are equal.
       return static_cast<float>(random.In(-40, 40)) / 8.0f;
   }
 }
@@ -58,7 +58,7 @@ RouterStep DrawStep(Random& random) {
   return step;
 }
 
-// In pairs of lanes, as a warp adds.
+// Adds lanes in pairs, like a warp.
 float Sum(std::vector<float> lanes) {
   for (size_t by = 1; by < lanes.size(); by *= 2) {
     std::vector<float> sums(lanes.size());
@@ -89,7 +89,7 @@ std::vector<float> Scores(const RouterStep& step, const float* logits) {
   return scores;
 }
 
-// The `count` largest of `values` between `first` and `last`, of equal ones the first.
+// The `count` largest of `values` between `first` and `last`; the first of equal ones.
 std::vector<int64_t> Largest(const std::vector<float>& values, int64_t first, int64_t last,
                              int64_t count) {
   std::vector<int64_t> order(static_cast<size_t>(last - first));

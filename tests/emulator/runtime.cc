@@ -1,5 +1,5 @@
-// CUDA's runtime, so far as cuda_runtime_api.h declares it: memory with guard pages, devices, and
-// streams that run when somebody waits for one.
+// The part of CUDA's runtime that cuda_runtime_api.h declares: memory with guard pages, devices,
+// and streams that run when the host waits for one.
 #include "cuda_runtime_api.h"
 
 #include <signal.h>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr size_t kPage = 4096;
 
-// Host threads prepare ranks at once; kernels run in one of them.
+// Host threads prepare ranks at the same time; kernels run in one of them.
 std::recursive_mutex mutex;
 thread_local int current_device = 0;
 std::vector<std::unique_ptr<EmulatedStream>> streams;
@@ -70,7 +70,7 @@ Guarded AllocateGuarded(size_t bytes, size_t align) {
 }
 
 void FreeGuarded(const Guarded& memory) {
-  // What lies between it and the pages without access.
+  // The bytes between the allocation and the pages without access.
   const uint8_t* end = memory.mapping + memory.mapped - kPage;
   const auto unwritten = [](uint8_t byte) { return byte == kUnwritten; };
   if (!std::all_of<const uint8_t*>(memory.mapping + kPage, memory.at, unwritten)) {

@@ -1,4 +1,4 @@
-// Fibers and whose turn it is: blocks, warps and lanes in random order, some held back for a while.
+// Fibers and their turns: blocks, warps and lanes run in random order, some held back for a while.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 #include "../cc/check.h"
 #include "emulator.h"
 
-// Saves what a function must leave as it was, keeps the stack pointer in *save, and goes on from
-// `load`. The settings of floating point are the same in all fibers.
+// Saves the callee-saved registers, stores the stack pointer in *save, and continues from `load`.
+// The floating-point settings are the same in all fibers.
 extern "C" void EmulatorSwitch(void** save, void* load);
 asm(R"(
 .text
@@ -62,8 +62,8 @@ Fault FaultFromEnvironment(const char* name) {
 void* scheduler_stack = nullptr;
 Actor host;
 std::vector<Block*> blocks;
-// Of fibers that have ended, by GPU. What runs on a stack is one actor's, since nothing orders the
-// accesses of two.
+// Stacks of fibers that have ended, by GPU. All that runs on a stack belongs to one actor, since
+// nothing orders the accesses of two.
 struct Place {
   uint8_t* stack;
   Actor actor;
@@ -85,7 +85,7 @@ void RunThread() {
   current->block->launch->body();
   Release(current->block->launch->ends);
   if (current->block->cluster != nullptr) {
-    // What reaches a block's shared memory must come before its end.
+    // Whatever writes to a block's shared memory must be done before the block ends.
     Block& block = *current->block;
     Release(&block.end);
     if (kRaces && block.live == 1) {
@@ -147,11 +147,11 @@ void Begin(Launch* launch, const std::shared_ptr<Cluster>& cluster) {
   blocks.push_back(block);
 }
 
-// One block, or those of a cluster.
+// Begins one block, or those of a cluster.
 void Begin(Launch* launch) {
   if (launch->cluster == 1) return Begin(launch, nullptr);
   const auto cluster = std::make_shared<Cluster>();
-  // Behind what the system and other shared memory take.
+  // After what the system and other shared memory take.
   cluster->start = static_cast<uint32_t>(1024 * (1 + Random() % 4));
   Begin(launch, cluster);
   Begin(launch, cluster);
@@ -181,7 +181,7 @@ void End(Block* block) {
 
 bool OneIn(uint64_t n) { return Random() % n == 0; }
 
-// Whether a launch may begin, of which no block has.
+// Whether a launch that has not begun may begin.
 bool Arrived(const Launch& launch) {
   static const Launch* waits = nullptr;
   static uint64_t since = 0;
@@ -193,7 +193,7 @@ bool Arrived(const Launch& launch) {
   return ClockNs() - since >= kLateNs;
 }
 
-// Some of the blocks that fit. Whether any could not begin only for lack of luck or time.
+// Begins some of the blocks that fit. Returns whether others could still begin, or are late.
 bool BeginBlocks() {
   std::map<int, unsigned> resident;
   for (const Block* block : blocks) ++resident[block->launch->device];
@@ -218,8 +218,8 @@ bool BeginBlocks() {
   return later;
 }
 
-// Of blocks in clusters one, or none, becomes much slower than the others, and some lanes of a
-// warp.
+// Among blocks in clusters, at most one becomes much slower than the others, and so do some lanes
+// of one warp.
 const Block* slow_block = nullptr;
 struct {
   const Block* block = nullptr;
@@ -236,10 +236,10 @@ void DrawSlow() {
   slow_lanes.end = slow_lanes.first + 1 + Random() % kWarpLanes;
 }
 
-// Whether a thread ran or was held back.
+// Returns whether a thread ran or was held back.
 bool RunWarp(Block* block, uint32_t warp) {
   const uint32_t first = static_cast<uint32_t>(Random() % kWarpLanes);
-  // Lanes go apart where nothing holds them together.
+  // Lanes diverge unless something holds them together.
   const uint32_t lanes = OneIn(4) ? static_cast<uint32_t>(Random() % kWarpLanes) : kWarpLanes;
   bool ran = lanes < kWarpLanes;
   const bool slow = block == slow_lanes.block && warp == slow_lanes.warp && !OneIn(32);
@@ -265,7 +265,7 @@ bool RunWarp(Block* block, uint32_t warp) {
   return ran;
 }
 
-// Now and then a rank, or none, becomes much slower than the others.
+// At random times a rank, or none, becomes much slower than the others.
 int slow_rank = -1;
 void DrawSlowRank() {
   constexpr uint64_t kRounds = 500;
@@ -274,7 +274,7 @@ void DrawSlowRank() {
   slow_rank = static_cast<int>(Random() % static_cast<uint64_t>(2 * gpus)) - gpus;
 }
 
-// Whether a thread ran or was held back.
+// Returns whether a thread ran or was held back.
 bool RunBlock(Block* block) {
   if (block == slow_block && !OneIn(32)) return true;
   if (OneIn(3) || (block->launch->device == slow_rank && !OneIn(8))) return true;
@@ -287,7 +287,7 @@ bool RunBlock(Block* block) {
   return ran;
 }
 
-// Who waits where.
+// Prints how many threads wait where.
 void Describe() {
   std::map<std::string, int> waiting;
   for (const Block* block : blocks) {
@@ -369,12 +369,12 @@ void RunAll() {
   host = Actor::Running();
   Release(&host);
   const std::vector<Launch*> launches = FirstLaunches();
-  // Several host threads prepare ranks in any order, on null streams: that is to change nothing.
+  // Host threads prepare ranks in any order, on null streams, which must not change the draws.
   static uint64_t runs = 0;
   runs += std::any_of(launches.begin(), launches.end(), [](Launch* l) { return l->on_stream; });
   random_draws.seed(GetSettings().seed + (runs << 32));
   slow_block = slow_lanes.block = nullptr;
-  // Who is held back gets a turn in that many rounds.
+  // Threads that are held back get a turn within this many rounds.
   constexpr uint64_t kRoundsForAll = 5000;
   uint64_t idle_rounds = 0;
   for (;;) {

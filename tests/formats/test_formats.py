@@ -16,7 +16,7 @@ from support import helpers, oracle, quantizer
 QUANTIZED = tuple(quantizer.BLOCKS)
 HALVES = ("bfloat16", "float16")
 DTYPES = (*HALVES, "float32")
-# Of the largest element of a block: what may be lost of any element of it, where
+# The error that an element may have, relative to the block's largest element, if
 # neither the scale nor a value is at the end of its range.
 LOSS = {
     "fp8_block128": 1 / 28,
@@ -38,7 +38,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def check(tokens: np.ndarray, name: str, input_scale: float | None = None) -> None:
-    """Codes and scales, and what they stand for, are NumPy's."""
+    """Codes, scales and dequantised values equal NumPy's."""
     g = 1.0 if input_scale is None else input_scale
     scale = None if input_scale is None else jnp.float32(input_scale)
     payload, scales = formats.quantize(tokens, name, scale)
@@ -68,7 +68,7 @@ def test_every_pattern_among_its_neighbours(dtype: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("anchor", [448.0, 6.0, 0.75, 1e-4])
 def test_every_pattern_in_one_scale(anchor: float, dtype: str, name: str) -> None:
-    """Every element that leaves the scale to the block's first one."""
+    """All elements that leave the scale to the first element of the block."""
     block, patterns = quantizer.BLOCKS[name], every_pattern(dtype)
     small = patterns[np.abs(patterns.astype(np.float32)) <= anchor]
     small = np.resize(small, (-(-len(small) // (block - 1)), block - 1))
@@ -82,7 +82,7 @@ def test_every_pattern_in_one_scale(anchor: float, dtype: str, name: str) -> Non
 
 @each_format
 def test_every_scale(name: str) -> None:
-    """Every byte, and of float32 scales every exponent, with every code."""
+    """Every byte (for float32 scales every exponent) as a scale, with every code."""
     block = quantizer.BLOCKS[name]
     payload_dtype = formats.payload_dtype(name, "float32")
     scale_dtype = formats.scale_dtype(name)
@@ -151,7 +151,7 @@ def test_blocks(dtype: str, name: str, data) -> None:
 @each_dtype
 @each_format
 def test_special_blocks(dtype: str, name: str) -> None:
-    """What the contract says of blocks, spelt out; a bad one leaves others alone."""
+    """The contract's rules for special blocks; a bad block does not affect others."""
     block = quantizer.BLOCKS[name]
     rng = np.random.default_rng(2)
     x = helpers.normal(rng, (5, 4 * block), oracle.DTYPES[dtype])
@@ -192,7 +192,7 @@ def test_round_trip_is_within_the_bound(dtype: str, name: str) -> None:
     values = np.asarray(formats.dequantize(*formats.quantize(x, name), name))
     x = x.astype(np.float32).reshape(-1, block)
     lost = np.abs(values.reshape(x.shape) - x).max(1) / np.abs(x).max(1)
-    assert lost.max() <= LOSS[name] * (1 + 1e-5)  # the scale is rounded too
+    assert lost.max() <= LOSS[name] * (1 + 1e-5)  # the scale is rounded, too
     assert lost.max() > LOSS[name] / 3
 
 

@@ -123,7 +123,7 @@ ERRORS = {
     ),
 }
 
-# The config's changes, input_scale, words of the message.
+# Changes to the config, input_scale, words of the message.
 GLOBAL_SCALES = {
     "none": ({}, jnp.float32(2), "bf16", "nvfp4"),
     "other_format": ({"dispatch_format": "mxfp8"}, jnp.float32(2), "mxfp8", "nvfp4"),

@@ -1,4 +1,4 @@
-"""Quantised backward exchanges: what they send is NumPy's, bit for bit."""
+"""Quantised backward exchanges send the same as NumPy computes, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def over_the_wire(sums: np.ndarray, floor: float = 2.0**-80) -> np.ndarray:
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("size", [1e-26, 1e-10, 1e6])
 def test_grad_format_of_dispatch(name: str, size: float) -> None:
-    """Its backward is a combine that quantises each rank's float32 sums."""
+    """A dispatch's backward is a combine that quantises each rank's float32 sums."""
     mesh, ep = handle(dispatch_format=name, grad_format="fp8_block128", dtype="float32")
     inputs = helpers.make_inputs(
         np.random.default_rng(5), ep.config, ep.ep_size, fill=helpers.normal
@@ -46,7 +46,7 @@ def test_grad_format_of_dispatch(name: str, size: float) -> None:
     [("bfloat16", 1), ("bfloat16", 1e-10), ("float16", 1), ("float32", 1e-26)],
 )
 def test_grad_format_of_combine(dtype: str, size: float) -> None:
-    """Its backward sends quantised cotangents along the route."""
+    """A combine's backward sends quantised cotangents along the route."""
     mesh, ep = handle(grad_format="fp8_block128", dtype=dtype)
     rng = np.random.default_rng(6)
     inputs = helpers.make_inputs(rng, ep.config, ep.ep_size, fill=helpers.normal)
@@ -99,7 +99,7 @@ def small_gradients(**formats: Any) -> tuple[np.ndarray, ...]:
 
 
 def test_small_gradients_arrive() -> None:
-    """Cotangents of 1e-10, which tokens' floor of 1e-4 would turn into zeros."""
+    """Cotangents of 1e-10, which the tokens' floor of 1e-4 would make zeros."""
     for quantised, plain in zip(
         small_gradients(grad_format="fp8_block128"), small_gradients(), strict=True
     ):
@@ -110,7 +110,7 @@ def test_small_gradients_arrive() -> None:
 
 
 def test_the_forward_pass_keeps_its_floor() -> None:
-    """`combine_format` has that of tokens, also where `grad_format` is set."""
+    """`combine_format` keeps the tokens' floor, also if `grad_format` is set."""
     mesh, ep = handle(
         combine_format="fp8_block128", grad_format="fp8_block128", dtype="float32"
     )

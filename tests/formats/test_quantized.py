@@ -78,7 +78,7 @@ def test_tiled_scales(name: str, changes: dict[str, Any]) -> None:
     [
         {},
         {"recv_capacity": 9, "expert_alignment": 4},
-        # Where the shape does not tell which layout it is.
+        # The shape does not determine the layout here.
         {"recv_capacity": 4, "hidden_size": 512},
         {"zero_tail": False, "recv_capacity": 50},
         {"pending_calls": 1},
@@ -137,7 +137,7 @@ def test_shapes_and_routings(data) -> None:
 @pytest.mark.parametrize("dtype", list(oracle.DTYPES))
 @pytest.mark.parametrize("weighted", [True, False])
 def test_combine_format(weighted: bool, dtype: str) -> None:
-    """A rank's float32 sums are quantised, once a slot; NaN stays in its block."""
+    """A rank's float32 sums are quantised once per slot; NaN stays in its block."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     config = helpers.make_config(
         hidden_size=384, dtype=dtype, combine_format="fp8_block128"
@@ -172,7 +172,7 @@ def test_combine_format(weighted: bool, dtype: str) -> None:
 
 @each_format
 def test_rows_without_a_port(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are decoded by the format they came in, whatever else has its dtypes."""
+    """They are decoded by their own format, even if another one has its dtypes."""
     known = jax_ep.formats._FORMATS
     twin = known[name] | {"name": "twin", "block": 64}
     monkeypatch.setattr(jax_ep.formats, "_FORMATS", {"twin": twin, **known})
@@ -201,7 +201,7 @@ def test_rows_without_a_port(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_global_arrays() -> None:
-    """jax_ep.sharded takes and gives what left shard_map."""
+    """jax_ep.sharded takes and returns global arrays, as from a shard_map."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     config = helpers.make_config(**config_of("nvfp4", scale_layout="tiled_128x4"))
     ep = helpers.make_ep(mesh, config)

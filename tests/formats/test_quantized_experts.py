@@ -20,7 +20,7 @@ from support.quantized import TILED, config_of, each_format, expect, run
 @each_format
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ragged_dot_on_dequantized_rows(name: str, dtype: str) -> None:
-    """What experts compute from dequantised rows is what they do from NumPy's."""
+    """Experts compute the same from dequantised rows as from NumPy's."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     layout = "tiled_128x4" if name in TILED[1] else "rows"
     config = helpers.make_config(**config_of(name, dtype=dtype, scale_layout=layout))
@@ -61,7 +61,7 @@ def test_ragged_dot_on_dequantized_rows(name: str, dtype: str) -> None:
         return experts(rows, params, sizes), experts(others, params, sizes)
 
     again, wanted = run_on_ranks(both, rows, wanted_rows, weights, sizes)
-    # One program gives one result for the same rows; another one may sum otherwise.
+    # One program gives one result for the same rows; another may sum differently.
     if jax.default_backend() == "cpu":
         helpers.assert_bits(again, wanted)
     one_place = {"float32": 1e-5, "bfloat16": 1e-2}[dtype]
@@ -74,9 +74,9 @@ def test_ragged_dot_on_dequantized_rows(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_scaled_matmul(name: str) -> None:
-    """Codes and scales as they came, in JAX's block-scaled matmul.
+    """JAX's block-scaled matmul takes codes and scales as a dispatch returns them.
 
-    Where nothing here multiplies them it is at least lowered, for GPUs.
+    If this device cannot multiply them, the matmul is at least lowered for GPUs.
     """
     mesh = helpers.make_mesh(1)
     device = mesh.devices.flat[0]
@@ -107,7 +107,7 @@ def test_scaled_matmul(name: str) -> None:
     try:
         executable = program.lower().compile()
     except NotImplementedError as error:
-        # The only way to ask whether this JAX has it: the oldest have it on GPUs alone.
+        # The only way to find out whether JAX has it: old ones have it only on GPUs.
         if "not found for platform cpu" not in str(error):
             raise
         pytest.skip(f"this JAX has no scaled_matmul on a CPU: {error}")
@@ -119,7 +119,7 @@ def test_scaled_matmul(name: str) -> None:
 
 @each_format
 def test_codes_are_no_rows(name: str) -> None:
-    """Neither of experts nor of combine; what they stand for is."""
+    """Experts and combine refuse codes, but take dequantised rows."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     config = helpers.make_config(**config_of(name))
     ep = helpers.make_ep(mesh, config)
@@ -155,7 +155,7 @@ def test_codes_are_no_rows(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "int16", "bool", "float8_e5m2"])
 def test_rows_that_are_no_values(dtype: str) -> None:
-    """Of types that no format has, 16 bits among them, which `hopper` takes."""
+    """Rows of dtypes without a format are refused, also 16-bit ones with `hopper`."""
     rows, sizes = jnp.ones((4, 16)).astype(dtype), jnp.array([4], jnp.int32)
     for name in ("auto", "ragged_dot", "hopper"):
         with raises() as caught:
@@ -166,7 +166,7 @@ def test_rows_that_are_no_values(dtype: str) -> None:
 
 
 def test_scales_in_columns() -> None:
-    """Experts in fp8 and formats.dequantize take them as they take scales by row."""
+    """fp8 experts and formats.dequantize treat them like scales by row."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     layouts = ("rows", "columns")
     eps = [

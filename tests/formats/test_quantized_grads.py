@@ -25,7 +25,7 @@ each_format = pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("size", [1e-4, 1e6])
 def test_cotangents_arrive_intact(name: str, dtype: str, size: float) -> None:
-    """They are those of a dispatch that quantises nothing."""
+    """Cotangents equal those of a dispatch that quantises nothing."""
     mesh, ep = handle(dispatch_format=name, dtype=dtype)
     _, plain = handle(dtype=dtype)
     inputs = helpers.make_inputs(
@@ -67,7 +67,7 @@ def test_layer(name: str, check_vma: bool) -> None:
 
 @pytest.mark.parametrize("wrap", ["scan", "remat", "fori"])
 def test_loops_and_remat(wrap: str) -> None:
-    """Three layers in a loop have the gradients of three layers in a row."""
+    """Three layers in a loop have the same gradients as three successive layers."""
     s = moe.setup(dispatch_format="mxfp8", hidden_size=HIDDEN)
     once = functools.partial(layer, s.ep)
 
@@ -97,7 +97,7 @@ def test_loops_and_remat(wrap: str) -> None:
 
 @each_format
 def test_remat_that_saves_rows(name: str) -> None:
-    """Codes come back from where remat keeps them as they were, and nothing twice."""
+    """remat restores saved codes unchanged, and nothing is exchanged twice."""
     s = moe.setup(ranks=2, dispatch_format=name, hidden_size=HIDDEN)
     x, ids, w, p = s.global_arrays()
 
@@ -138,7 +138,7 @@ def test_codes_and_scales_carry_no_gradient() -> None:
 
 
 def test_second_order() -> None:
-    """The derivative of a derivative goes through the same exchanges."""
+    """Second derivatives go through the same exchanges."""
     s = moe.setup(dispatch_format="mxfp8", hidden_size=HIDDEN)
     x, ids, w, p = s.global_arrays()
 
@@ -167,7 +167,7 @@ def test_second_order() -> None:
 
 
 def test_both_wires_quantised_in_a_layer() -> None:
-    """Everything fp8: the gradients are near those of the exact layer."""
+    """With everything in fp8, gradients are near those of the exact layer."""
     formats = dict.fromkeys(
         ("dispatch_format", "combine_format", "grad_format"), "fp8_block128"
     )
@@ -200,7 +200,7 @@ def test_gradient_of_global_arrays() -> None:
 
 
 def test_no_gradient_passes_without_a_port() -> None:
-    """It is an error, not zero; where none is asked for nothing is raised."""
+    """A gradient without a port is an error, not zero; no gradient raises nothing."""
     mesh, ep = handle(dispatch_format="mxfp8", dtype="float32")
     inputs = helpers.make_inputs(
         np.random.default_rng(7), ep.config, ep.ep_size, fill=helpers.normal

@@ -1,4 +1,4 @@
-"""jax_ep.experts.quantize_weights, bit for bit what NumPy makes of each matrix."""
+"""jax_ep.experts.quantize_weights equals NumPy on each matrix, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ L, H, F = 2, 256, 128
 
 
 def weights(dtype="float32", shape=(L, H, F)):
-    """Blocks of many sizes, among them tiny ones, denormals, NaN and infinities."""
+    """Blocks of many magnitudes, with tiny values, denormals, NaN and infinities."""
     rng = np.random.default_rng(0)
     groups, hidden, inner = shape
     made = []
@@ -89,7 +89,7 @@ def test_bits(name, dtype):
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp4"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded(name, kind):
-    """Over experts, and over H as FSDP has it; inside shard_map and outside."""
+    """Sharded over experts, and over H as in FSDP; inside and outside of shard_map."""
     mesh = helpers.make_mesh(helpers.fit({"ep": 2, "fsdp": 2}), kind=kind)
     given = weights()
     specs = P("ep", "fsdp"), P("ep", None, "fsdp")
@@ -135,7 +135,7 @@ def test_sharded(name, kind):
 @pytest.mark.parametrize(("name", "hidden"), [("fp8_block128", 384), ("mxfp4", 96)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharding_that_would_cut_blocks(kind, name, hidden):
-    """The blocks are gathered, whatever the type of the axes."""
+    """Blocks that sharding would cut are gathered, whatever the type of the axes."""
     mesh = helpers.make_mesh(helpers.fit({"fsdp": 2}), kind=kind)
     given = weights(shape=(L, hidden, 2 * hidden))
     specs = P(None, "fsdp"), P(None, None, "fsdp")
@@ -168,7 +168,7 @@ def test_cotangents_have_a_floor_of_their_own(amax):
     helpers.assert_bits(codes, want.reshape(values.shape))
     want_scales = want_scales[..., 0]
     if jax.default_backend() == "gpu":
-        # XLA's division is not correctly rounded there.
+        # XLA's division is not correctly rounded on GPUs.
         np.testing.assert_array_max_ulp(np.asarray(scales), want_scales, 1)
     else:
         helpers.assert_bits(scales, want_scales)

@@ -1,4 +1,4 @@
-"""Tokens that are quantised already are sent as they are; weights take gradients."""
+"""Tokens that are already quantised are sent unchanged; weights get gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.quantized_grads import HIDDEN
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "float32": {"dtype": "float32", "recv_capacity": 9, "zero_tail": False},
-    # Scales of a token that are no multiple of 16 bytes.
+    # A token's scales are not a multiple of 16 bytes.
     "narrow": {"hidden_size": 384, "expert_alignment": 4},
     "shared": {"fused_shared_expert": True},
     "skip_a2a": {"skip_a2a": True, "fused_shared_expert": True},
@@ -58,7 +58,7 @@ def test_dispatch(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("name", quantizer.TILED)
 def test_tiled_scales(name: str) -> None:
-    """They come by row, and the receiving step lays them out."""
+    """Scales are given by row, and the receiving step tiles them."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     config = helpers.make_config(
         **config_of(name, scale_layout="tiled_128x4", expert_alignment=8)
@@ -89,7 +89,7 @@ def test_global_arrays() -> None:
 
 
 def setup(name: str, **changes: Any) -> tuple[moe.Setup, tuple[Any, ...]]:
-    """A layer, and its operands with codes and scales in the place of tokens."""
+    """A layer, and its operands with codes and scales in place of tokens."""
     s = moe.setup(dispatch_format=name, hidden_size=HIDDEN, **changes)
     codes, scales = quantizer.quantize(s.tokens, name)
     x, ids, w, p = s.global_arrays()
@@ -100,7 +100,7 @@ def setup(name: str, **changes: Any) -> tuple[moe.Setup, tuple[Any, ...]]:
 def layer(
     ep: Any, x: Any, scales: Any, ids: Any, w: Any, p: Any, halves: bool = False
 ) -> Any:
-    """A layer of tokens, or of codes with scales, without a residual."""
+    """A layer on tokens, or on codes with scales, without a residual."""
     if halves:
         pending = jax_ep.dispatch_async(ep, x, ids, w, token_scales=scales)
         d = jax_ep.dispatch_wait(pending)
@@ -111,20 +111,20 @@ def layer(
 
 
 def value_of(s: moe.Setup, fn: Any, **options: Any) -> Any:
-    """wave of the sharded `fn`, of (weights, params, tokens, scales, ids)."""
+    """`wave` of the sharded `fn`, as a function of (w, p, tokens, scales, ids)."""
     run = moe.sharded(s.mesh, fn, **options)
     return lambda w, p, x, scales, ids: moe.wave(run(x, scales, ids, w, p))
 
 
 def grads(s: moe.Setup, fn: Any, *operands: Any, **options: Any) -> Any:
-    """Gradients of weights and experts, and the compiled program."""
+    """Gradients of weights and of experts, and the compiled program."""
     grad = jax.jit(jax.grad(value_of(s, fn, **options), argnums=(0, 1)))
     program = grad.lower(*operands).compile()
     return program(*operands), program
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Bit for bit on CPUs; GPUs choose algorithms of products for each program."""
+    """Bit for bit on CPUs; on GPUs each program may choose other matmul algorithms."""
     on_cpu = jax.default_backend() == "cpu"
     same = helpers.assert_bits if on_cpu else compare_transports.assert_near
     jax.tree.map(same, found, wanted)
@@ -140,7 +140,7 @@ def assert_same(found: Any, wanted: Any) -> None:
     ],
 )
 def test_gradients(name: str, halves: bool, check_vma: bool) -> None:
-    """Weights and experts have those of a dispatch that quantises."""
+    """Weights and experts get the gradients of a dispatch that quantises."""
     s, (x, codes, scales, ids, w, p) = setup(name, ranks=2, pending_calls=1)
     fn = functools.partial(layer, s.ep)
     wanted, _ = grads(s, fn, w, p, x, None, ids)
@@ -152,7 +152,7 @@ def test_gradients(name: str, halves: bool, check_vma: bool) -> None:
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_nothing_is_exchanged_for_tokens(halves: bool) -> None:
-    """In the backward pass: nothing at all without weights, else only those."""
+    """The dispatch's backward exchanges only weights, and nothing without them."""
     s, (x, codes, scales, ids, w, p) = setup("mxfp8", ranks=2, pending_calls=1)
     if s.ep.ep_size == 1:
         pytest.skip("one rank exchanges nothing")
@@ -162,12 +162,12 @@ def test_nothing_is_exchanged_for_tokens(halves: bool) -> None:
         def value(p: Any, x: Any, w: Any) -> Any:
             return value_of(s, fn)(w, p, x, scales, ids)
 
-        # Tokens take a gradient wherever they can.
+        # Tokens get a gradient if their dtype allows it.
         at = (0, 1, 2) if w is not None else (0, 1)
         grad = jax.jit(jax.grad(value, argnums=at))
         return moe.exchanges(grad.lower(p, x, w).compile())
 
-    # Forward two; backward that of the combine, and that of the dispatch.
+    # Two forward; backward one of the combine and one of the dispatch.
     assert exchanges(x, None, None) == 4
     assert exchanges(codes, scales, None) == 3
     assert exchanges(codes, scales, w) == 4
@@ -175,14 +175,14 @@ def test_nothing_is_exchanged_for_tokens(halves: bool) -> None:
         return
     _, program = grads(s, fn, w, p, codes, scales, ids)
     weights, *others = sorted(moe.region_words(program))
-    # A message with nothing but weights has 128 bytes.
+    # A message with only weights has 128 bytes.
     assert weights <= (128 + 128 * s.ep.config.max_tokens_per_rank) // 4
     assert len(others) == 3
     assert others[0] > 1.5 * weights
 
 
 def test_codes_and_scales_have_no_cotangent() -> None:
-    """Zeros where JAX has float types, float0 where it has integers."""
+    """Cotangents are zeros for float types, and float0 for integers."""
     s, (_, codes, scales, ids, w, p) = setup("nvfp4", ranks=2)
     value = value_of(s, functools.partial(layer, s.ep))
     grad = jax.grad(value, argnums=(2, 3), allow_int=True)
@@ -196,7 +196,7 @@ def test_codes_and_scales_have_no_cotangent() -> None:
 
 @pytest.mark.parametrize("wrap", ["scan", "remat", "vmap"])
 def test_loops_remat_and_vmap(wrap: str) -> None:
-    """Gradients are those of the same calls in a row."""
+    """Gradients equal those of the same calls in sequence."""
     s, (_, codes, scales, ids, w, p) = setup("mxfp8", ranks=2)
     once = functools.partial(layer, s.ep)
 
@@ -218,12 +218,12 @@ def test_loops_remat_and_vmap(wrap: str) -> None:
     found, wanted = (
         grads(s, fn, w, p, codes, scales, ids)[0] for fn in (wrapped, in_a_row)
     )
-    # Elements are sums of much larger ones.
+    # Elements are sums of much larger terms.
     jax.tree.map(compare_transports.assert_near, found, wanted)
 
 
 def test_fp8_experts_of_codes() -> None:
-    """Experts multiply the codes as they came; the rows' cotangent ends there."""
+    """Experts multiply the codes as given; the rows' cotangent ends there."""
     s = moe.setup(ranks=2, dispatch_format="fp8_block128", hidden_size=HIDDEN)
     rng = np.random.default_rng(5)
     gate_up = helpers.normal(
@@ -247,7 +247,7 @@ def test_fp8_experts_of_codes() -> None:
     if jax.default_backend() == "cpu":
         jax.tree.map(helpers.assert_bits, found, wanted)
         return
-    # Other sums may give a code's neighbour.
+    # A sum in another order may round to a code's neighbour.
     for got, want in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert fp8_experts.distance(got, want) < 3e-3
 

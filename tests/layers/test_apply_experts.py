@@ -1,4 +1,4 @@
-"""apply_experts: the bits of its parts, what it takes, and what it refuses."""
+"""apply_experts: bits equal to those of its parts, what it accepts and refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HERE: dict[str, Any] = {
 }
 
 
-# XLA rounds what is around the calls otherwise in another program.
+# In another program XLA may round computations around the calls differently.
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def layer(own: Any, **changes: Any) -> Any:
 
 @functools.cache
 def by_hand(mesh: Any, *, dtype: str = "float32", n: int = N, **changes: Any) -> Any:
-    """The same by dispatch and combine."""
+    """The same layer made of dispatch and combine."""
     config = helpers.make_config(
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -115,7 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_bits(mesh: Any, name: str) -> None:
-    """As dispatch, fn and combine, with all derivatives."""
+    """Results and derivatives have the bits of dispatch, fn and combine."""
     changes = CONFIGS[name]
     whole = layer(mesh, return_dropped=True, **changes)
     parts = by_hand(mesh, **changes)
@@ -153,7 +153,7 @@ def test_leading_dimensions(mesh: Any, leading: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(mesh: Any, dtype: str) -> None:
-    """Tokens of each dtype; weights of any, with gradients in theirs."""
+    """Tokens of each dtype; weights of any dtype, with gradients in the same."""
     x, ids, weights, params = operands(mesh, dtype=dtype)
     narrow = weights.astype(dtype)
     run = layer(mesh)
@@ -233,7 +233,7 @@ def test_vmap(mesh: Any) -> None:
     def body(x: Any, ids: Any, weights: Any, params: Any) -> Any:
         def fn(rows: Any, group_sizes: Any, expert_of_row: Any) -> Any:
             scale = 1 + expert_of_row[:, None].astype(rows.dtype)
-            # JAX has no vmap of ragged_dot with weights for the whole batch.
+            # JAX cannot vmap ragged_dot with weights that the batch shares.
             return jnp.tanh(moe.gathered_dot(rows, params, group_sizes)) * scale
 
         def one(*each: Any) -> Any:
@@ -252,7 +252,7 @@ def test_vmap(mesh: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["nothing", "save_route"])
 def test_remat(mesh: Any, policy: str) -> None:
-    """By names a rematerialised layer exchanges nothing twice."""
+    """With names saved, a rematerialised layer exchanges nothing twice."""
     x, ids, weights, params = operands(mesh)
     run = layer(mesh)
 
@@ -262,13 +262,13 @@ def test_remat(mesh: Any, policy: str) -> None:
         return jnp.sum(jnp.sin(y))
 
     keep = jax_ep.save_route if policy == "save_route" else None
-    # Both exchanges and their transposes; recomputed, the dispatch's once more.
+    # Both exchanges and their transposes; if recomputed, the dispatch once more.
     made = remat.exchanges(jax.grad(functools.partial(total, keep)), x)
     assert made == (4 if keep else 5)
 
 
 def test_gradient_accumulation(mesh: Any) -> None:
-    """A scan over micro-batches adds up to the gradient of the sum."""
+    """Gradients of a scan over micro-batches add up to the gradient of the sum."""
     x, ids, weights, params = operands(mesh, n=2 * N)
     small = layer(mesh)
 
@@ -320,7 +320,7 @@ def test_exported(mesh: Any) -> None:
     assert_close(grad(loaded.call), grad(run))
 
 
-# Loads a compiled program, after the handle that it was compiled with.
+# Makes the handle of a compiled program, then loads the program.
 LOADER = """
 import pathlib, pickle, sys
 import jax_ep, jax
@@ -368,7 +368,7 @@ def test_an_executable_runs_in_another_process(mesh: Any, tmp_path: Any) -> None
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_scattered_sums_are_rounded_once(check_vma: bool) -> None:
-    """1 + 2^-8 and 2^-8, each of which bfloat16 cannot add to 1."""
+    """bfloat16 can hold the sum, 1 + 2^-7, but not the partial sum 1 + 2^-8."""
     mesh = helpers.make_mesh({"tp": 2, "ep": 2})
     changes = {"scatter_axis": "tp", "return_dropped": True}
 
@@ -393,7 +393,7 @@ def test_scattered_sums_are_rounded_once(check_vma: bool) -> None:
     helpers.assert_bits(y, np.full(x.shape, 1 + 2.0**-7, jnp.bfloat16))
     assert dropped.shape == (2,)
     back = jax.jit(jax.grad(lambda x: jnp.sum(run(x, ids, w)[0], dtype="f4")))
-    # Columns of cotangents are gathered as they are, not widened.
+    # Columns of cotangents are gathered in their own dtype, not widened.
     text = back.lower(x).as_text()
     gathers = [line for line in text.splitlines() if "all_gather" in line]
     assert len(gathers) == 1
@@ -405,7 +405,7 @@ def test_scattered_sums_are_rounded_once(check_vma: bool) -> None:
 
 @dataclasses.dataclass
 class Wrong:
-    """A call with one thing wrong, and the words that its error has."""
+    """A call with one mistake, and the words in its error."""
 
     words: tuple[str, ...]
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the gradients of a layer on apply_experts move between devices, by their HLO."""
+"""What gradients of a layer on apply_experts move between devices, by the HLO."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from support import maxtext
 
-# A collective: the shapes of its results, its kind, and who takes part, which is
-# written as lists of devices, as the shape of such lists, or as axes of a mesh.
+# A collective: the shapes of its results, its kind, and its participants, written as
+# lists of devices, as the shape of such lists, or as axes of a mesh.
 COLLECTIVE = re.compile(
     r"= (\(?[^=]*?) (all-to-all|all-gather|reduce-scatter|all-reduce)(?:-start)?\("
     r".*replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[(.*?)\] \{(.*?)\})"
@@ -32,9 +32,9 @@ def devices(line: re.Match[str]) -> int:
 
 
 def collectives(layer: Any, inputs: Any, params: Any) -> dict[str, list[int]]:
-    """Elements of the largest result of each collective of the gradients, by kind.
+    """Elements of the largest result of each collective in the gradients, by kind.
 
-    Those over axes of size 1, which XLA leaves in, are left out.
+    Leaves out collectives over axes of size 1, which XLA keeps.
     """
 
     def total(inputs: Any, params: Any) -> Any:
@@ -61,13 +61,13 @@ def given(mesh: Any, biases: bool = False) -> Any:
     return maxtext.placed(mesh, *host)
 
 
-# A weight of one rank, split over fsdp 2 and expert 4.
+# One rank's part of a weight, split over fsdp 2 and expert 4.
 SHARD = maxtext.EXPERTS * maxtext.EMB * maxtext.MLP // 8
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_weights_cross_once(check_vma: bool) -> None:
-    """One all-gather and one reduce-scatter per weight, and no sum of a weight."""
+    """One all-gather and one reduce-scatter per weight, and no all-reduce of it."""
     mesh = maxtext.make_mesh(fsdp=2, expert=4)
     layer = maxtext.Layer(
         mesh, options=(("transport", "collective"),), check_vma=check_vma
@@ -76,12 +76,12 @@ def test_weights_cross_once(check_vma: bool) -> None:
     assert found["all-gather"] == [2 * SHARD] * 3
     assert found["reduce-scatter"] == [SHARD] * 3
     assert len(found["all-to-all"]) == 4
-    # Only the gradient of the router's matrix.
+    # Only the gradient of the router's matrix is all-reduced.
     assert found["all-reduce"] == [maxtext.EMB * maxtext.EXPERTS]
 
 
 def test_scattered_columns_are_summed_once() -> None:
-    """One reduce-scatter of rows, gathered in the backward pass, and no sum of rows."""
+    """Rows are reduce-scattered once, gathered backward, and never all-reduced."""
     mesh = maxtext.make_mesh(fsdp=2, tensor=2, expert=2)
     options = (("transport", "collective"), ("recv_capacity", 64))
     layer = maxtext.Layer(mesh, scatter=True, options=options)

@@ -1,4 +1,4 @@
-"""apply_experts in a layer shaped as MaxText's, on its axes, against the dense formula.
+"""apply_experts in a layer like MaxText's, on its axes, against the dense formula.
 
 Outputs and gradients agree to 1e-6 in float32.
 """
@@ -34,7 +34,7 @@ def loss(y: Any) -> Any:
 
 
 def gradients(layer: Any, *, beside: bool = True) -> Any:
-    """Compiled gradients of the loss, with y and what the layer returns beside it."""
+    """Compiled gradients of the loss, with y and the layer's other results."""
 
     def of_layer(inputs: Any, params: Any) -> Any:
         y, *others = layer(inputs, params) if beside else (layer(inputs, params),)
@@ -47,7 +47,7 @@ dense_gradients = gradients(maxtext.dense, beside=False)
 
 
 def check(layer: Any, inputs: Any, params: Any, host: Any, dense: Any = None) -> Any:
-    """Outputs and gradients of all parameters and the inputs; returns the drops."""
+    """Compares outputs and all gradients; returns the numbers of dropped rows."""
     grads, (y, dropped) = gradients(layer)(inputs, params)
     of_dense = gradients(dense, beside=False) if dense else dense_gradients
     wanted, (y_dense,) = of_dense(*host)
@@ -78,7 +78,7 @@ def test_scattered_columns(check_vma: bool) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp_tensor_ep", "context_ep"])
 def test_capacity(name: str) -> None:
-    """Rows that find no place are counted, and count for nothing."""
+    """Dropped rows are counted and contribute nothing."""
     mesh = maxtext.make_mesh(**MESHES[name])
     capacity = {"recv_capacity": 12}
     layer = maxtext.Layer(mesh, options=(*OPTIONS, *capacity.items()))
@@ -116,7 +116,7 @@ def test_scan_over_layers() -> None:
 
 
 def test_pipeline_of_stages() -> None:
-    """vmap over stages, each of which is on devices of its own."""
+    """vmap over stages, each of which has its own devices."""
     mesh = maxtext.make_mesh(stage=2, expert=2)
     layer = maxtext.Layer(mesh, options=OPTIONS, check_vma=False)
     host = (

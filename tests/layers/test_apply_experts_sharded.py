@@ -1,4 +1,4 @@
-"""sharded.apply_experts: a layer of MaxText's shape, without a shard_map around it."""
+"""sharded.apply_experts: a layer shaped like MaxText's, without a shard_map."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "context": {"context": 2, "expert": 4},
 }
 SPLIT = {"tensor", "summed"}  # modes that split matrices over "tensor"
-# Only MaxText's axes of size above 1, and those that a mode names.
+# Only MaxText's axes that are larger than 1, and those that a mode names.
 AXES = ("data", "fsdp", "context", "tensor", "expert")
 
 
@@ -55,7 +55,7 @@ def swiglu_summed(params: Any, rows: Any, *others: Any) -> Any:
 
 
 def layer(own: Any, mode: str, **changes: Any) -> Any:
-    """Of global inputs and parameters; y, and the drops where they are asked for."""
+    """A function of global inputs and parameters: y, and the drops if requested."""
     split = mode in SPLIT
     fn = swiglu_summed if mode == "summed" else swiglu
 
@@ -148,7 +148,7 @@ def test_eager_calls_compile_once() -> None:
 
 
 def test_closures_over_tracers_are_not_kept() -> None:
-    """Neither are the programs of functions that are made for each call."""
+    """Neither closures over tracers nor functions made per call stay cached."""
     mesh = make_mesh("data")
     inputs, params = host()
     ids, weights = maxtext.route(inputs, params["gate"])
@@ -173,7 +173,7 @@ def test_closures_over_tracers_are_not_kept() -> None:
 
 
 def test_shared_expert_has_a_spec_of_its_own() -> None:
-    """Parameters that are not per expert, and a prefix of specs."""
+    """The shared expert's parameters are not per expert; specs may be a prefix."""
     mesh = make_mesh("data")
     inputs, params = host()
     ids, weights = maxtext.route(inputs, params["gate"])
@@ -238,7 +238,7 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_rows_that_differ_along_an_axis() -> None:
-    """Partial sums that nobody sums."""
+    """Partial sums that are never added are refused."""
     mesh = make_mesh("tensor")
     with raises() as caught:
         jax.eval_shape(layer(mesh, "tensor", scatter_axis=None), *host())

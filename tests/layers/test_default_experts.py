@@ -1,4 +1,4 @@
-"""What experts a layer has that names none: equal to ragged_dot, with its gradients."""
+"""A layer's default experts equal ragged_dot, with gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 def test_default_experts(sizes, zero_tail, faked, monkeypatch):
-    """On Hopper its kernels; what rows past the groups hold is no matter."""
+    """On Hopper they use its kernels; rows past the groups may hold anything."""
     mesh = helpers.make_mesh(helpers.fit(sizes))
     size, devices = 128, []
     fields = {"hidden_size": size, "dtype": "bfloat16", "zero_tail": zero_tail}

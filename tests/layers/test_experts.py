@@ -1,4 +1,4 @@
-"""jax_ep.experts: every way of multiplying equals the formula, with its gradients."""
+"""jax_ep.experts: every implementation equals the formula, with its gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOPPER_SIZES = [
 
 
 def formula(rows, gate_up, down, sizes, largest=N):
-    """In float32, group by group; rows past `largest` of a group come out as zeros."""
+    """The formula in float32 by group; rows past `largest` of a group give zeros."""
     out, start = jnp.zeros(rows.shape), 0
     for group, size in enumerate(sizes):
         part = rows[start : start + min(size, largest)]
@@ -50,18 +50,18 @@ def operands(sizes, dtype="float32", count=N):
     rng = np.random.default_rng(0)
     shapes = (count, H), (len(sizes), H, 2, F), (len(sizes), F, H)
     rows, gate_up, down = (rng.standard_normal(s).astype(np.float32) for s in shapes)
-    rows[sum(sizes) :] = np.nan  # dispatch leaves anything there, without zero_tail
+    rows[sum(sizes) :] = np.nan  # unspecified after a dispatch without zero_tail
     return jnp.asarray(rows, dtype), gate_up / H**0.5, down / F**0.5
 
 
 def both_ways(run, reference, sizes, dtype="float32", count=N):
-    """Largest errors of y and of all gradients, over the largest element."""
+    """Largest errors of y and of all gradients, relative to the largest element."""
     args = operands(sizes, dtype, count)
     real = (jnp.arange(count) < sum(sizes))[:, None]
 
     def main(rows, *weights):
         y = run(rows, *weights, jnp.array(sizes, jnp.int32))
-        # Cotangents of the rest are NaN too.
+        # Cotangents of the other rows are NaN, too.
         return jnp.where(real, y * jnp.where(real, 1, jnp.nan).astype(y.dtype), 0)
 
     found, back = jax.vjp(jax.jit(main), *args)
@@ -146,7 +146,7 @@ def largest_error(name, sizes, count):
 
 
 def curvature(run, sizes, dtype, count):
-    """Errors of a Hessian times a vector, every argument's, as `both_ways`."""
+    """Errors of a Hessian times a vector for every argument, like `both_ways`."""
     rng = np.random.default_rng(2)
     real = (jnp.arange(count) < sum(sizes))[:, None]
     *args, weights = (*operands(sizes, dtype, count), rng.standard_normal((count, H)))
@@ -188,7 +188,7 @@ def test_second_derivatives_equal_the_formulas(name, monkeypatch):
 
 
 def test_no_derivative_reads_cotangents_past_the_end():
-    """Those of second derivatives neither, where the last group has room for them."""
+    """Nor do second derivatives, if the last group has room for more rows."""
     sizes = (10, 0, 30)
 
     def run(*args):
@@ -209,7 +209,7 @@ def test_no_derivative_reads_cotangents_past_the_end():
 
 @pytest.mark.parametrize(("sizes", "count"), HOPPER_SIZES, ids=str)
 def test_hopper_equals_the_formula(sizes, count, monkeypatch):
-    """With its gradients; on GPUs by the kernels, elsewhere by JAX in their place."""
+    """With gradients; on GPUs with the kernels, elsewhere with JAX in their place."""
     if jax.default_backend() == "cpu":
         grouped_kernels.fake(monkeypatch)
     skip_without_hopper()
@@ -253,7 +253,7 @@ def test_the_default_is_what_is_fast(dtype, obstacle, dense, wanted, monkeypatch
 
 
 def test_density_is_asked_for_in_a_trace_under_a_mesh():
-    """What is compiled for the answer is none of the caller's."""
+    """The answer is compiled outside of the caller's trace and mesh."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     answers = []
 

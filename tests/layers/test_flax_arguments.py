@@ -1,4 +1,4 @@
-"""What a layer is told besides its sizes reaches moe_ffn: the same as calling that."""
+"""A layer passes its arguments besides sizes to moe_ffn, with equal results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def thrice(rows, gate_up, down, group_sizes):
-    """Experts that are told from any others."""
+    """Experts that differ from all others."""
     return 3 * rows
 
 
-# What the layers are given, and what moe_ffn and the config get for it.
+# The layers' arguments, and those of moe_ffn and of the config that they become.
 ARGUMENTS = {
     "capacity_factor": (
         {"capacity_factor": 0.25, "max_tokens_per_rank": 256},
@@ -67,7 +67,7 @@ ARGUMENTS = {
 
 
 def params_for(layer_fields):
-    """Of the sizes that the layer is told."""
+    """Parameters of the sizes in the layer's fields."""
     rng = np.random.default_rng(3)
     hidden, inner = layer_fields["hidden_size"], layer_fields["intermediate_size"]
     shared = layer_fields["shared_intermediate_size"]
@@ -94,7 +94,7 @@ def call(kind, mesh, params, x, mask, changes):
     made = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
     values = {name: params[names.get(name, name)] for name in made}
     run = jax.jit(lambda v: layer.apply({"params": v}, x, mask=mask, return_aux=True))
-    alone = nnx_layer(mesh, params, **changes)  # of equal sizes: the same handle
+    alone = nnx_layer(mesh, params, **changes)  # equal sizes give the same handle
     return run(values), alone.ep
 
 
@@ -124,7 +124,7 @@ def function(name):
 
 @functools.cache
 def plain(kind, sizes):
-    """y of the layer that is told its sizes alone."""
+    """y of the layer that gets only its sizes."""
     changes = dict(sizes)
     return np.asarray(call(kind, *given(changes), changes)[0][0])
 
@@ -138,7 +138,7 @@ def test_arguments_reach_the_function(name, kind):
     config, want, want_aux = function(name)
     assert ep.config == config
     np.testing.assert_array_equal(np.asarray(y).reshape(want.shape), want)
-    # NNX's layer is not jitted here: its losses may be summed in another order.
+    # NNX's layer is not jitted here, so its losses may be summed in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), aux, want_aux)
     if name in ("capacity_factor", "options"):
         assert int(aux.num_dropped.sum()) > 0

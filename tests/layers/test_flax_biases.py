@@ -30,7 +30,7 @@ def mesh():
 
 
 def test_biases_and_activation_against_the_dense_formula(mesh):
-    """The bias of down is whole on every rank of the tensor axis, and counts once."""
+    """down's bias is replicated over the tensor axis, but is added only once."""
     params = moe_dense.params(expert_bias=True)
     x = inputs()
     flat = x.reshape(-1, moe_dense.HIDDEN)

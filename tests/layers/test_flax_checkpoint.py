@@ -30,7 +30,7 @@ STEPS = 4
 
 
 def layout(mesh):
-    """What an array is restored as; what lies on one device goes to all of `mesh`."""
+    """The target of restoring arrays; those on one device go to all of `mesh`."""
 
     def abstract(array):
         sharding = array.sharding

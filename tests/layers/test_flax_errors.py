@@ -1,4 +1,4 @@
-"""What jax_ep.flax.MoE and jax_ep.flax.linen.MoE say of what they cannot use."""
+"""Errors of jax_ep.flax.MoE and jax_ep.flax.linen.MoE for unusable arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class Unhashable:
-    """As a dataclass that is not frozen."""
+    """Like a dataclass that is not frozen."""
 
     __hash__ = None
 
@@ -87,7 +87,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_both_say_what_a_layer_needs(name):
-    """Before anything is made of it, so that no error of another library shows."""
+    """Errors come before any use, so that no error of another library shows."""
     changes, words = WRONG[name]
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     if name == "experts" and mesh.shape["ep"] == 1:
@@ -124,7 +124,7 @@ def test_arguments_that_are_no_arrays():
 
 
 def test_parameters_without_values_are_named():
-    """As `jax.eval_shape` of init gives them, which a trace may be given."""
+    """Like those from `jax.eval_shape` of init, which may be passed to a trace."""
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer, x = jax_ep.flax.linen.MoE(**fields(mesh)), jnp.ones((8, 4, 16))
     init = jax.random.key(0), x
@@ -172,7 +172,7 @@ def test_errors_of_a_ranks_call_name_the_layer():
 @pytest.mark.parametrize("manual", [("dp", "ep"), ("dp",)], ids="-".join)
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_a_layer_inside_shard_map_names_what_is_for_it(kind, manual):
-    """Whatever the size of a rank's x is, and before parameters are looked for."""
+    """Whatever the size of a rank's x, and before parameters are read."""
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     if kind == "nnx":
         layer, where = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0)), "flax.MoE"
@@ -206,7 +206,7 @@ def test_a_closed_layer_says_how_to_go_on():
 
 
 def test_layers_can_be_copied():
-    """As for an average of parameters."""
+    """Layers can be copied, for example to average parameters."""
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     layer = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     other, x = copy.deepcopy(layer), jnp.ones((8, 4, 16))

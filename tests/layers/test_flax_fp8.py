@@ -124,7 +124,7 @@ def agree(found, wanted):
     np.testing.assert_array_equal(aux.load, wanted_aux.load)
     for name, got in gradients.items():
         assert got.dtype == others[name].dtype
-        # Cotangents of parts are quantised apart.
+        # Cotangents of parts are quantised separately.
         assert distance(got, others[name]) < 0.02, name
 
 
@@ -140,7 +140,7 @@ def agree(found, wanted):
 )
 @pytest.mark.usefixtures("either_operations")
 def test_layouts_and_codes_beside_weights_agree(kind, sizes, codes, changes):
-    """Shards of experts or of H; codes made in the call, or once before."""
+    """Shards of experts or of H; codes made in the call or beforehand."""
     program = {"nnx": nnx_program, "linen": linen_program}[kind]
     mesh = helpers.make_mesh(sizes)
     agree(grads(program(mesh, **FP8, **changes), codes), alone(**changes))
@@ -161,7 +161,7 @@ def test_gradients_are_nearly_those_of_bfloat16():
 
 @pytest.mark.parametrize(("kind", "codes"), [("nnx", False), ("linen", True)])
 def test_codes_cross_the_data_axis_and_weights_do_not(kind, codes):
-    """One byte per parameter goes out; gradients are reduce-scattered in float32."""
+    """One byte per parameter is gathered; gradients are reduce-scattered in float32."""
     mesh = helpers.make_mesh({"fsdp": 2, "ep": 2})
     program = {"nnx": nnx_program, "linen": linen_program}[kind]
     changes = {"num_experts": 2, "shared_intermediate_size": None}
@@ -178,7 +178,7 @@ def test_codes_cross_the_data_axis_and_weights_do_not(kind, codes):
     for dtype, shape in shapes:
         count = int(np.prod([int(n) for n in shape.split(",") if n]))
         sizes.setdefault(dtype, []).append(count)
-    # On the two ranks of the axis; nothing but codes has the size of a weight.
+    # Over the two ranks of the axis, only codes have the size of a weight.
     assert {2 * H * F, H * F} <= set(sizes["u8"])
     others = [n for dtype, all_n in sizes.items() if dtype != "u8" for n in all_n]
     assert max(others) < H * F / 2
@@ -242,7 +242,7 @@ def test_remat_repeats_neither_exchanges_nor_products(monkeypatch):
 
 
 def count(jaxpr, name):
-    """Equations of a program, and of what it calls, whose primitive begins so."""
+    """Counts equations, nested ones too, whose primitive's name begins with `name`."""
     found = 0
     for equation in jaxpr.eqns:
         found += equation.primitive.name.startswith(name)
@@ -253,7 +253,7 @@ def count(jaxpr, name):
 
 
 def dequantised(layer, form):
-    """A layer in bfloat16 whose weights are what the codes stand for."""
+    """A layer in bfloat16 with the dequantised codes as weights."""
     from jax_ep._experts import quantized
 
     codes = layer.quantize_weights(form)
@@ -268,7 +268,7 @@ def dequantised(layer, form):
 @pytest.mark.parametrize("form", ["fp8_block128", "mxfp4"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_codes_alone(kind, form):
-    """A converted layer; one made with codes has the same; Params are the rest."""
+    """A converted layer equals one made with codes; only the rest are Params."""
     mesh = helpers.make_mesh({"fsdp": 2, "ep": 2})
     told = fields(mesh, num_experts=2)
     layer = jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0))
@@ -288,7 +288,7 @@ def test_codes_alone(kind, form):
         y = codes(x)
         kept = nnx.to_pure_dict(nnx.state(codes, nnx.Param))
         held = {name: getattr(codes, name)[...] for name in names}
-        assert layer.gate_up[...].dtype == jnp.float32  # as it was
+        assert layer.gate_up[...].dtype == jnp.float32  # unchanged
         spec = nnx.get_partition_spec(nnx.state(codes))["down_scales"].get_value()
     else:
         linen = jax_ep.flax.linen.MoE(**told)
@@ -310,7 +310,7 @@ def test_codes_alone(kind, form):
     assert spec == P("ep", None, "fsdp")
     code = jnp.uint8 if form == "mxfp4" else jnp.float8_e4m3fn
     assert held["gate_up"].dtype == code
-    # Rows of a bf16 dispatch stay bfloat16 beside four bits, and are quantised else.
+    # With 4-bit codes rows of a bf16 dispatch stay bfloat16; otherwise quantised.
     assert distance(y, want) < (0.01 if form == "mxfp4" else 0.06)
 
 
@@ -324,7 +324,7 @@ def test_codes_alone(kind, form):
     ],
 )
 def test_prepared_codes(kind, form, fake_kernels):
-    """They have what kernels read; a call with them makes nothing again."""
+    """They have what kernels read, so that a call with them makes no codes again."""
     mesh = helpers.make_mesh({"ep": 2, "tp": 2})
     told = fields(mesh, **FP8)
     layer = jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0))

@@ -53,7 +53,7 @@ def test_one_gather_and_one_reduce_scatter_per_weight():
     lowered = grad.lower(state, inputs())
     text = lowered.as_text()
     count = len(WEIGHTS)
-    # bfloat16 goes out, for experts, and float32 comes back.
+    # Experts are gathered in bfloat16, and float32 comes back.
     kinds = re.findall(r'"stablehlo.all_gather".*-> tensor<.*x(\w+)>', text)
     assert sorted(kinds) == ["bf16"] * (count - 1) + ["f32"]
     assert text.count('"stablehlo.reduce_scatter"') == count
@@ -66,7 +66,7 @@ def test_one_gather_and_one_reduce_scatter_per_weight():
         assert len(found) == count, name
     smallest = min(np.prod(parts(getattr(layer, name)[...])) for name in WEIGHTS)
     reduced = re.findall(r"= (.*) all-reduce(?:-start)?\(", compiled)
-    assert reduced  # losses
+    assert reduced  # by the losses
     for shape in re.findall(r"\[([\d,]*)\]", " ".join(reduced)):
         assert np.prod([int(each) for each in shape.split(",") if each]) < smallest
 
@@ -95,7 +95,7 @@ def test_one_gather_and_one_reduce_scatter_per_weight():
     ids=["experts", "H and F", "H", "F"],
 )
 def test_the_first_dimension_that_the_axis_divides(kind, changes, gate_up, down):
-    """Values, names and shapes are those of a layer without the axis."""
+    """Values, names and shapes equal those of a layer without the axis."""
     alone = {"fsdp": 8, "ep": 1, "tp": 1}
     mesh = helpers.make_mesh(alone if "hidden_size" in changes else AXES)
     told = fields(mesh, top_k=1, shared_intermediate_size=8, **changes)
@@ -121,7 +121,7 @@ def test_the_first_dimension_that_the_axis_divides(kind, changes, gate_up, down)
     ids=str,
 )
 def test_gradients_of_other_dimensions(sizes, axes):
-    """The sum over a third axis is one of shards."""
+    """The sum over a third axis adds shards."""
     mesh = helpers.make_mesh({"dp": 2, "fsdp": 2, "ep": 2}, kind=axes)
     told = fields(mesh, top_k=2, shared_intermediate_size=6, **sizes)
     x = jnp.tile(inputs(), (1, 1, 2))[..., : told["hidden_size"]]

@@ -1,4 +1,4 @@
-"""Batches that the ranks do not divide, such as one sequence that is decoded."""
+"""Batches that the ranks do not divide, such as a single decoded sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jax_ep.flax's layers whose experts have copies: what they would compute without."""
+"""jax_ep.flax's layers with copies of experts compute the same as without."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def test_a_layer_with_copies_is_the_layer_without(kind, sizes, axes):
     )
     np.testing.assert_array_equal(placed.to_logical(by_place), by_expert)
     assert by_place.max() < by_expert.max()
-    # The dense formula knows neither.
+    # The dense formula has no copies at all.
     (dense, _), _ = dense_grads(params, x, jax_ep.router.Router())
     np.testing.assert_allclose(got, dense, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_another_placement_compiles_nothing(kind):
-    """Loads of one step place the experts of the next."""
+    """The loads of one step place the experts of the next without compiling."""
     mesh = helpers.make_mesh({"ep": 4})
     slots, x, traced = EXPERTS + 4, inputs(), []
     if kind == "nnx":
@@ -165,7 +165,7 @@ def test_another_placement_compiles_nothing(kind):
 
 
 def test_experts_that_the_ranks_do_not_divide():
-    """Without a placement they are spread over the places evenly."""
+    """Without a placement, experts are spread evenly over the places."""
     x = inputs()
     sizes = {"num_experts": 10, "shared_intermediate_size": None}
     plain = jax_ep.flax.MoE(

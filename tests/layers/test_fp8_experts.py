@@ -21,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 H, F, COUNT = 256, 128, 48
 SIZES = (10, 0, 25)
-# A code of h that lands on its neighbour, by another order of sums, is a 16th off. More
-# do where sums have 14 bits.
+# Another order of sums may change a code of h to its neighbour, which is a 16th off.
+# Sums of 14 bits change more codes.
 ON_HOPPER = select.device_obstacle() is None
 CLOSE = 1e-2 if ON_HOPPER else 3e-3
 
 
 def clipped(gate, up):
-    """As of gpt-oss."""
+    """The activation of gpt-oss."""
     gate = jnp.minimum(gate, 1.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
@@ -49,7 +49,7 @@ BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 def with_port(d, port):
-    """`d`, whose rows have the gradient of `port`."""
+    """`d`, whose rows get their gradient through `port`."""
     field = "tokens" if d.format == "bf16" else "grad_port"
     return dataclasses.replace(d, **{field: port})
 
@@ -83,7 +83,7 @@ def both_ways(d, gate_up, down, dy, **options):
     [("bf16", False), ("fp8_block128", True), ("fp8_block128_e8m0", False)],
 )
 def test_equals_the_formula(name, biased):
-    """Empty groups, NaN past the groups; not what unquantised operands give."""
+    """With empty groups and NaN past the groups; unquantised operands differ."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, name)
     rng = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def test_equals_the_formula(name, biased):
 
 
 def test_an_activation_may_have_parameters():
-    """What it closes over gets a gradient, which no row past the groups reaches."""
+    """Parameters in its closure get gradients, to which no row past groups adds."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, "fp8_block128")
     real = (np.arange(COUNT) < sum(SIZES))[:, None]
@@ -150,7 +150,7 @@ class Untidy(operations.Operations):
 
 
 def test_nothing_reads_rows_past_the_groups(monkeypatch):
-    """With the sums of the last group reaching into them, too."""
+    """Not even when sums of the last group reach into them."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, "fp8_block128")
     dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
@@ -176,7 +176,7 @@ def test_nothing_reads_rows_past_the_groups(monkeypatch):
         whole = sizes.at[-1].add(left.shape[0] - jnp.sum(sizes))
         return outer(self, left, right, whole, dtype)
 
-    # That of every device.
+    # The operations that every device has.
     monkeypatch.setattr(select, "operations", operations.Operations)
     want, wanted = run(1.5)
     wanted_slope = slope_grad()
@@ -213,7 +213,7 @@ def test_rows_of_a_plain_dispatch_become_the_same_codes():
 
 
 def test_the_activation_is_quantised_unrounded():
-    """Its codes are those of its float32, not of that in the tokens' dtype."""
+    """Its float32 values are quantised, not those rounded to the tokens' dtype."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     rows = rows[: sum(SIZES)]
     made = operations.quantized_rows(jnp.asarray(rows, jnp.bfloat16))
@@ -239,7 +239,7 @@ def test_the_activation_is_quantised_unrounded():
 
 @pytest.mark.parametrize("size", [1e-10, 1e-20])
 def test_small_cotangents_keep_their_direction(size):
-    """A mean loss has such; the floor of tokens, 1e-4, would make them zeros."""
+    """A mean loss has such cotangents; the tokens' floor, 1e-4, would zero them."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, "fp8_block128")
     dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
@@ -276,7 +276,7 @@ def test_no_rows_at_all():
 
 
 def test_codes_made_before():
-    """Beside the masters, whose values nothing reads then, or in their place."""
+    """Codes beside the masters, whose values are not read then, or in their place."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, "fp8_block128")
     codes = experts.quantize_weights(gate_up, down, backward=True)
@@ -300,7 +300,7 @@ def test_codes_made_before():
 
 
 def test_codes_are_a_pytree_of_arrays():
-    """A checkpoint may hold them: flat, in NumPy, and back; a scan takes a stack."""
+    """Codes can be flattened, stored in a checkpoint and restored, and scanned over."""
     layers = 3
     made = [formula.operands(SIZES, H, F, COUNT, seed) for seed in range(layers)]
     rows = np.nan_to_num(made[0][0])
@@ -324,7 +324,7 @@ def test_codes_are_a_pytree_of_arrays():
 
 
 def products(policy):
-    """Grouped matmuls in the program of a rematerialised layer's gradients."""
+    """How many grouped matmuls a rematerialised layer's gradients have."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     codes = experts.quantize_weights(gate_up, down)
     d = dispatched(rows, SIZES)
@@ -339,7 +339,7 @@ def products(policy):
 
 
 def count(jaxpr):
-    """Grouped matmuls in a program and what it calls."""
+    """How many grouped matmuls a program has, nested ones included."""
     found = 0
     for equation in jaxpr.eqns:
         found += equation.primitive.name.startswith("ragged_dot")
@@ -352,7 +352,7 @@ def count(jaxpr):
 def test_remat_by_name_repeats_no_gate_up(monkeypatch):
     monkeypatch.setattr(select, "device_obstacle", lambda *_: "as on a CPU")
     named = jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up")
-    # Forward 2 and backward 4; without a policy the forward pass is done again.
+    # 2 forward and 4 backward; without a policy the forward pass is repeated.
     assert products(jax.checkpoint_policies.everything_saveable) == 6
     assert products(None) == 8
     assert products(named) == 7
@@ -383,7 +383,7 @@ def test_vmap(shared):
         jax.jit(jax.grad(each, (0, 1, 2)))(rows, *weights)
         for each in (whole, one_by_one)
     )
-    # Past the groups, gradients of rows are whatever was there.
+    # Gradients of rows past the groups are unspecified.
     used = [[grads[0][:, : sum(SIZES)], *grads[1:]] for grads in (got, want)]
     for a, b in zip(*used, strict=True):
         assert distance(a, b) < CLOSE
@@ -391,7 +391,7 @@ def test_vmap(shared):
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128"])
 def test_mxfp4_weights(name):
-    """Rows follow the dispatch: bfloat16 or codes."""
+    """Rows are in the form of the dispatch: bfloat16 or codes."""
     hidden, inner = (96, 64) if name == "bf16" else (H, F)
     rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
     rows = rows.astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""The kernels of fp8 experts for Hopper, and the operations that are made of them.
+"""The kernels of fp8 experts for Hopper, and the operations that use them.
 
-On a Hopper GPU tests of kernels run the true ones. On CPUs they hold the stand-ins of
-support/grouped_kernels.py to the same, with which the rest is computed there.
+On a Hopper GPU tests of kernels run the real ones. On CPUs they check the stand-ins of
+support/grouped_kernels.py, which the other tests use there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 THOROUGH = pytest.mark.thorough
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# Groups, rows of the operand, A, B.
+# Group sizes, rows of the operand, A, B.
 CASES = [
     ((10, 0, 25), 48, 256, 128),
     ((1,) * 8, 104, 128, 256),
@@ -61,14 +61,14 @@ SUMS = 3e-4
 
 @pytest.fixture
 def ready(monkeypatch):
-    """The true kernels on Hopper; elsewhere their names, as they are taken."""
+    """The real kernels on Hopper; elsewhere stand-ins, whose names are collected."""
     if jax.default_backend() == "cpu":
         return grouped_kernels.fake(monkeypatch)
     return skip_without_hopper()
 
 
 def codes_and_values(values, axes):
-    """Codes, scales and float64 values of float32, per 128 along `axes`."""
+    """Codes, scales and float64 values of float32 input, per 128 along `axes`."""
     shape, at = [], []
     for axis, size in enumerate(values.shape):
         if axis in axes:
@@ -99,12 +99,12 @@ def rows_of(rng, sizes, count, columns):
 def matrices_of(rng, *shape):
     """Codes, scales and values of `[L, A, ..., B]`."""
     values = rng.standard_normal(shape).astype(np.float32) / np.float32(shape[1] ** 0.5)
-    values[:, :128] *= 4  # scales differ
+    values[:, :128] *= 4  # so that scales differ
     return codes_and_values(values, (1, len(shape) - 1))
 
 
 def products(rows, matrices, sizes):
-    """Of rows in groups by `[L, A, B]`, and the same of magnitudes."""
+    """Products of rows in groups with `[L, A, B]`, and the products of magnitudes."""
     out = np.zeros((2, sum(sizes), matrices.shape[2]))
     ends = np.cumsum(sizes)
     for group, end in enumerate(ends):
@@ -126,7 +126,7 @@ def assert_within(found, want, bound):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
 def test_code_rows(sizes, count, a, b, turned, dtype, unit, ready):
-    """By turned codes, and by the transposed matrices as they lie."""
+    """Products with turned codes, and with transposed matrices in place."""
     rng = np.random.default_rng(0)
     rows, values = rows_of(rng, sizes, count, a)
     shape = (len(sizes), a, b) if turned else (len(sizes), b, a)
@@ -159,7 +159,7 @@ def test_code_gate_up(sizes, count, a, b, keep, ready):
     want = gate * formula.sigmoid(gate) * up
     bound = 2 * SUMS * (gates * np.abs(up) + ups * np.abs(gate) + SUMS * gates * ups)
     bound += 1e-6 * np.abs(want)
-    # A code is off by half a unit: 1 / 16 of its value, or of the least normal's.
+    # A code is off by half a unit: 1/16 of its value or of the least normal value.
     spread = np.repeat(np.asarray(h.scales, np.float64), 128, 1)[:total]
     found = np.asarray(h.values, np.float64)[:total] * spread
     assert_within(found, want, 1.01 * bound + np.abs(want) / 16 + spread * 2.0**-10)
@@ -211,7 +211,7 @@ def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
         )
         assert found.dtype == dtype
         assert found.shape == (count, b)
-        # Nothing but the order of float32 sums.
+        # Only the order of float32 sums differs.
         off = 1e-5 * sizes_of_sums
         want, bound = sums, off
         if gate_up:
@@ -227,12 +227,12 @@ def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
 def whole_numbers(rng, sizes, count, a, b):
     """Rows and matrices `[L, A, 2, B]` of small integers, with a scale of 1.
 
-    Gate is from 64 to 448, so that its sigmoid is 1, and h the product of two integers.
+    Gate is from 64 to 448, so that its sigmoid is 1 and h is a product of integers.
     """
     rows = rng.integers(-1, 2, (count, a)).astype(np.float32)
     matrices = rng.integers(-1, 2, (len(sizes), a, 2, b)).astype(np.float32)
     rows[:, 0], matrices[:, 0, 0] = 16, 16
-    # Few others in gate.
+    # Few other terms in gate.
     matrices[:, 1:, 0] *= rng.random((len(sizes), a - 1, b)) < 0.25
     parts = products(rows, matrices.reshape(len(sizes), a, -1), sizes)[0]
     gate, up = np.split(parts, 2, axis=1)
@@ -246,7 +246,7 @@ def whole_numbers(rng, sizes, count, a, b):
 
 @pytest.mark.parametrize("count", [35, 200])
 def test_h_is_quantised_as_rows_are(count, ready):
-    """Bit for bit what `formats.quantize` makes of its float32."""
+    """Codes of h are, bit for bit, those of `formats.quantize` of its float32."""
     rng = np.random.default_rng(0)
     sizes, a, b = (10, 0, 25), 256, 384
     rows, matrices, scales, gate, up = whole_numbers(rng, sizes, count, a, b)
@@ -291,7 +291,7 @@ def test_code_down_back(sizes, count, a, b, ready):
 
 @pytest.mark.parametrize("exponent", [0, -33, -70, -118])
 def test_cotangents_are_quantised_with_their_own_floor(exponent, ready):
-    """Bit for bit; of 2^-33, some 1e-10, nothing is lost."""
+    """Bit for bit; cotangents of 2^-33, about 1e-10, lose nothing."""
     rng = np.random.default_rng(0)
     sizes, count, a, b = (10, 0, 25), 48, 128, 256
     cotangents = rng.integers(-3, 4, (count, a)).astype(np.float32)
@@ -322,7 +322,7 @@ def test_cotangents_are_quantised_with_their_own_floor(exponent, ready):
     assert np.any(codes.astype(np.float32)) == (exponent > -90)
 
 
-# Rows in groups of so many, of as many; sizes that reach past them, or are negative.
+# Group sizes and numbers of rows; sizes may reach past the rows or be negative.
 ROWS_IN_GROUPS = [
     ((3, 0, 2), 5),
     ((1, 0, 2), 5),
@@ -337,7 +337,7 @@ ROWS_IN_GROUPS = [
 @pytest.mark.parametrize("amax", [0.0, 1e-30, 1e-10, 3.0])
 @pytest.mark.parametrize(("sizes", "count"), ROWS_IN_GROUPS)
 def test_rows_of_cotangents(amax, dtype, sizes, count, ready):
-    """By the floor of gradients, and not a row past the groups."""
+    """Quantises with the floor of gradients, and no row past the groups."""
     rng = np.random.default_rng(0)
     values = rng.uniform(-amax, amax, (count, 384)).astype(dtype)
     values[1, 130] = np.nan
@@ -353,7 +353,7 @@ def test_rows_of_cotangents(amax, dtype, sizes, count, ready):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("sizes", "count"), ROWS_IN_GROUPS)
 def test_rows_of_codes(dtype, sizes, count, ready):
-    """As `formats.dequantize` has them."""
+    """The same values as from `formats.dequantize`."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((count, 384)).astype(np.float32)
     values[1, 130] = np.nan
@@ -387,7 +387,7 @@ def test_nan_stays_in_its_row(ready):
 
 @pytest.mark.gpu
 def test_sums_of_one_sign_lose_nothing():
-    """Without promotion to float32 the sum of 7168 products would end far too low."""
+    """Without promotion to float32 a sum of 7168 products would be far too small."""
     skip_without_hopper()
     rng = np.random.default_rng(0)
     sizes, a, b = (200, 0, 56), 7168, 256
@@ -425,7 +425,7 @@ def odd_matrices(dtype, *shape):
     "shape", [(2, 256, 2, 384), (1, 128, 1, 128), (3, 384, 1, 256)], ids=str
 )
 def test_matrices_become_codes(shape, dtype, ready):
-    """Bit for bit as NumPy, in both orders."""
+    """Bit for bit as in NumPy, in both orders."""
     matrices = odd_matrices(dtype, *shape)
     codes, scales, turned = jax.jit(kernels.quantize_matrices)(jnp.asarray(matrices))
     for group in range(shape[0]):
@@ -441,7 +441,7 @@ def test_matrices_become_codes(shape, dtype, ready):
 SIZES, COUNT, H, F = (10, 0, 25), 48, 256, 128
 
 
-# Of a norm. Sums of the kernels have 14 bits, so some codes made of them differ.
+# Relative to a norm. The kernels' sums have 14 bits, so some codes of them differ.
 CLOSE = 3e-3 if jax.default_backend() == "cpu" else 1e-2
 
 
@@ -453,7 +453,7 @@ def weights_of():
 
 
 def reference_codes(gate_up, down):
-    """On the CPU: XLA's division on GPUs is off by a unit of the last place."""
+    """Computed on the CPU, as XLA's division on GPUs is off by a unit."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return quantized.quantize(
             jnp.asarray(gate_up), jnp.asarray(down), "fp8_block128"
@@ -482,7 +482,7 @@ def test_weights_are_turned_in_one_pass(ready):
 
 @pytest.mark.parametrize("canonical", [False, True])
 def test_operations_equal_the_reference(canonical, ready):
-    """Every one of them; codes from a checkpoint are turned in the call."""
+    """All operations; the call turns codes that come from a checkpoint."""
     rows, weights = weights_of()
     weights = weights.canonical() if canonical else weights
     sizes = jnp.array(SIZES, jnp.int32)
@@ -530,7 +530,7 @@ def test_operations_equal_the_reference(canonical, ready):
 )
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=THOROUGH)])
 def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
-    """Few rows and many, of every kind, with SwiGLU and without."""
+    """Few and many rows, of every kind, with and without SwiGLU."""
     if many:
         monkeypatch.setattr(hopper_codes, "FEW_ROWS", 1)
     rows, _ = weights_of()
@@ -575,7 +575,7 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
     ],
 )
 def test_what_four_bits_are_lowered_to(name, targets, monkeypatch):
-    """By the true kernels' tables; SwiGLU is part of the first product."""
+    """Lowered with the real kernels' tables; the first product includes SwiGLU."""
     grouped_kernels.pretend(monkeypatch)
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(np.nan_to_num(rows), SIZES, name, "bfloat16")
@@ -596,7 +596,7 @@ def test_tiles_are_those_of_the_table():
 
 
 def test_what_lies_between_products_is_applied_by_the_reference(ready):
-    """Other activations, biases, and what the backward pass keeps of four bits."""
+    """Other activations, biases, and what the backward pass keeps of 4-bit weights."""
     rows, weights = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -628,7 +628,7 @@ def test_which_operations_a_device_has(monkeypatch):
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128", "fp8_block128_e8m0"])
 def test_experts_equal_the_formula(name, ready):
-    """Forward and all gradients, by the kernels that they should take."""
+    """Results and all gradients, with the expected kernels."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, name)
     dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
@@ -642,7 +642,7 @@ def test_experts_equal_the_formula(name, ready):
 
     y, back = jax.vjp(jax.jit(run), port, gate_up, down)
     if ready is not None:
-        # JAX traces what is partitioned once for all tests.
+        # JAX traces a partitioned function only once for all tests.
         assert set(ready) - {"quantize_matrices"} == {"code_gate_up", "code_rows"}
     grads = jax.jit(back)(jnp.asarray(np.where(real, dy, np.nan), y.dtype))
     want = formula.experts(
@@ -682,7 +682,7 @@ def test_vmap(batch, ready):
 
 
 def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
-    """What it gives back multiplies as well, turned in the call."""
+    """Restored codes multiply as well; the call turns them."""
     pytest.importorskip("orbax.checkpoint")
     from orbax import checkpoint
 
@@ -710,7 +710,7 @@ def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
     ("hidden", "inner"), [(512, 256), (384, 256), (128, 256), (512, 128), (128, 128)]
 )
 def test_weights_that_are_sharded(hidden, inner, kind, ready):
-    """Outside of shard_map each device quantises its part; blocks are not cut."""
+    """Outside of shard_map each device quantises its part, without cutting blocks."""
     mesh = helpers.make_mesh(helpers.fit({"ep": 2, "fsdp": 2}), kind=kind)
     if mesh.shape["fsdp"] < 2:
         pytest.skip("needs two devices along an axis")
@@ -729,7 +729,7 @@ def test_weights_that_are_sharded(hidden, inner, kind, ready):
     helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
     helpers.assert_bits(made.down_turned, np.transpose(plain.down, (0, 2, 1)))
     whole = hidden % (128 * mesh.shape["fsdp"]) == 0
-    # A cut block is gathered, and nothing else is.
+    # Only blocks that would be cut are gathered.
     assert ("all-gather" in program.as_text()) == (not whole)
     if whole:
         turned = P("ep", None, None, "fsdp")

@@ -62,12 +62,12 @@ def layer(sizes, *, codes=None, run=experts.fp8, fields=None, **options):
     """A function of (params, x) on global arrays: (y, aux).
 
     Args:
-        sizes: of the mesh's axes: "ep", "tp" and "fsdp".
-        codes: None quantises in the layer, "beside" before it, "alone" too, and takes
-            the masters away; over "fsdp" shards are quantised, and codes are gathered.
+        sizes: sizes of the mesh's axes "ep", "tp" and "fsdp".
+        codes: None quantises in the layer, "beside" before it, and "alone" also removes
+            the masters; over "fsdp" shards are quantised, and codes are gathered.
         run: the experts.
-        fields: of the config.
-        options: of moe_ffn.
+        fields: fields of the config.
+        options: options of moe_ffn.
     """
     mesh = helpers.make_mesh(sizes)
     count = N * 2 // int(np.prod([n for name, n in sizes.items() if name != "tp"]))
@@ -133,7 +133,7 @@ def alone_on_two():
 
 
 def test_gradients_are_nearly_those_of_bfloat16():
-    """Every parameter's, through the router too."""
+    """Gradients of every parameter, also through the router."""
     (y, aux), grads = alone_on_two()
     plain = layer({"ep": 2}, run=experts.ragged_dot, fields={"dispatch_format": "bf16"})
     (want, wanted_aux), wanted = both_ways(plain, parameters(), tokens())
@@ -166,12 +166,12 @@ def test_layouts_agree(sizes, codes):
         (want, _), wanted = alone_on_two()
     assert distance(y, want) < 6e-3
     for name, got in grads.items():
-        # Cotangents of parts are quantised apart.
+        # Cotangents of parts are quantised separately.
         assert distance(got, wanted[name]) < 0.02, name
 
 
 def wide(sizes, codes):
-    """As `both_ways`, with twice the width, so that H can be cut."""
+    """Like `both_ways`, with twice the width, so that H can be sharded."""
     rng = np.random.default_rng(0)
     params = {
         "router": rng.standard_normal((2 * H, E)) / 4,
@@ -185,7 +185,7 @@ def wide(sizes, codes):
 
 
 def test_no_gather_of_masters_beside_codes():
-    """Over a data axis codes alone cross; gradients are reduce-scattered."""
+    """Over a data axis only codes are gathered; gradients are reduce-scattered."""
     sizes = {"fsdp": 2, "ep": 2}
     helpers.make_mesh(sizes)
 
@@ -268,7 +268,7 @@ def test_training_ends_where_that_in_bfloat16_does():
     rng = np.random.default_rng(3)
     steps = 40
     xs = jnp.asarray(rng.standard_normal((steps, 2 * N, H)), jnp.bfloat16)
-    # Of a few directions, which some thousand examples are enough for.
+    # A function of few directions, for which some thousand examples suffice.
     matrix = rng.standard_normal((H, 4)) @ rng.standard_normal((4, H)) / 2 / H**0.5
     targets = np.tanh(xs.astype(np.float32) @ matrix)
     targets += rng.standard_normal(targets.shape) / 2

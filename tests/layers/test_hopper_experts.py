@@ -1,7 +1,7 @@
-"""The 16-bit kernels for Hopper against float64, and what experts make of them.
+"""The 16-bit kernels for Hopper against float64, and the experts that use them.
 
-On a Hopper GPU tests of kernels run the true ones. On CPUs they hold the stand-ins of
-support/grouped_kernels.py to the same, with which the rest is computed there.
+On a Hopper GPU tests of kernels run the real ones. On CPUs they check the stand-ins of
+support/grouped_kernels.py, which the other tests use there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.grouped_kernels import F, H, skip_without_hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# Groups, rows of the operand, A, B.
+# Group sizes, rows of the operand, A, B.
 CASES = [
     ((10, 0, 30), 64, 128, 128),
     ((1,) * 8, 104, 136, 72),
@@ -40,15 +40,15 @@ LARGE = [
     ((4096,) * 4, 16384, 2048, 1024),
 ]
 ALL = grouped_kernels.weighed(CASES, LARGE)
-# A result is rounded once, to this.
+# The relative error of rounding a result once.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-23}
-# Of a float32 sum, over the sum of magnitudes.
+# The error of a float32 sum, relative to the sum of magnitudes.
 SUMS = 1e-5
 
 
 @pytest.fixture
 def ready(monkeypatch):
-    """The true kernels on Hopper; elsewhere their names, as they are taken."""
+    """The real kernels on Hopper; elsewhere stand-ins, whose names are collected."""
     if jax.default_backend() == "cpu":
         return grouped_kernels.fake(monkeypatch)
     return skip_without_hopper()
@@ -68,7 +68,7 @@ def groups_of(sizes):
 
 
 def products(rows, matrices, sizes):
-    """Of all rows in groups, and the same of magnitudes."""
+    """Products of all rows in groups, and the products of magnitudes."""
     rows, matrices = wide(rows, matrices)
     total = sum(sizes)
     out = np.zeros((2, total, matrices.shape[2]))
@@ -79,16 +79,16 @@ def products(rows, matrices, sizes):
 
 
 def assert_near(found, want, bound, dtype):
-    """Within rounding once to `dtype`, and `bound` besides."""
+    """Equal within one rounding to `dtype` and, in addition, `bound`."""
     assert found.dtype == jnp.dtype(dtype)
     found = np.asarray(found).astype(np.float64)
-    # Float16 has denormals where rounding is absolute.
+    # float16 has denormals, for which the rounding error is absolute.
     excess = np.abs(found - want) - UNIT[jnp.dtype(dtype).name] * np.abs(want) - bound
     assert np.all(excess <= 2.0**-25), excess.max(initial=0)
 
 
 def operands(sizes, count, *shapes, dtype, seed=0):
-    """Rows `[N, A]`, NaN past the groups, and matrices, in some [`shapes`]."""
+    """Rows `[N, A]`, NaN past the groups, and matrices, of these `shapes`."""
     rng = np.random.default_rng(seed)
     made = []
     for shape in shapes:
@@ -155,7 +155,7 @@ def test_down_back(sizes, count, a, b, dtype, ready):
     s = sigmoid(gate)
     slopes = np.stack([up * (s + silu(gate) * (1 - s)), silu(gate)], 1)
     want, bound = to_h[:, None] * slopes, magnitudes[:, None] * np.abs(slopes)
-    # Where terms of the slope cancel, its own error remains.
+    # If terms of the slope cancel, its own error remains.
     bound = SUMS * bound + 2e-6 * np.abs(to_h[:, None]) * (1 + np.abs(up[:, None]))
     assert_near(found[: sum(sizes)], want, bound, dtype)
 
@@ -178,7 +178,7 @@ def test_outer(sizes, count, a, b, wide_out, dtype, ready):
 
 
 def test_nan_stays_in_its_row(ready):
-    """A NaN or an infinity changes its own row, and of matrices its own group's."""
+    """NaN or infinity changes only its own row, or in a matrix only its own group."""
     sizes, count, total = (10, 0, 30), 64, 40
     shapes = (count, H), (3, H, 2, F), (3, F, H)
     rows, gate_up, down, groups = operands(sizes, count, *shapes, dtype="bfloat16")
@@ -204,7 +204,7 @@ def test_nan_stays_in_its_row(ready):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_of_one_sign_lose_nothing(dtype):
-    """Sums that only grow, whose low bits a narrower accumulator would drop."""
+    """Sums only grow, so that a narrower accumulator would drop low bits."""
     skip_without_hopper()
     rng = np.random.default_rng(0)
     a, b, sizes = 7168, 256, (200, 0, 56)
@@ -217,7 +217,7 @@ def test_sums_of_one_sign_lose_nothing(dtype):
 
 @pytest.mark.gpu
 def test_calls_run_in_captured_graphs():
-    """Without an init, which would load kernels: the first call may be captured."""
+    """Also without an init, which would load kernels: a first call may be captured."""
     skip_without_hopper()
     shapes = (64, H), (3, H, 2, F), (3, F, H)
     rows, gate_up, down, groups = operands((10, 0, 30), 64, *shapes, dtype="bfloat16")
@@ -239,7 +239,7 @@ def test_calls_run_in_captured_graphs():
 
 
 def custom_calls(text):
-    """(target, line) of each call of ours."""
+    """(target, line) of each custom call of jax_ep."""
     found = re.findall(r"(stablehlo\.custom_call @(ep_\w+)\(.*)", text)
     return [(target, line) for line, target in found]
 
@@ -267,7 +267,7 @@ def structs(count, dtype, masters):
     [("bfloat16", "bf16", 1000), ("float16", "f16", 5), ("bfloat16", "bf16", 0)],
 )
 def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
-    """Each product is one call; gradients of float32 matrices are not rounded."""
+    """Each product is one call, and gradients of float32 matrices are not rounded."""
     grouped_kernels.pretend(monkeypatch)
     with jax.enable_x64(x64):
         args = structs(count, dtype, dtype if masters == "own" else masters)
@@ -290,7 +290,7 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
         f"(tensor<{count}x128x{word}>, tensor<{count}x2x128x{word}>)"
     ) in lines["ep_gate_up"]
     assert f"tensor<3x256x256x{word}>" in lines["ep_rows_transposed"]
-    # It overwrites gate and up.
+    # The call overwrites gate and up.
     assert "operand_index = 2" in lines["ep_down_back"]
     out = dtype if masters == "own" else "float32"
     for target, line in calls:
@@ -298,7 +298,7 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
 
 
 def test_policies_save_gate_and_up(monkeypatch):
-    """By the name that they have; without one the product is repeated."""
+    """Policies save them by name; without one the product is repeated."""
     grouped_kernels.pretend(monkeypatch)
     save = jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up")
 
@@ -388,7 +388,7 @@ def test_vmap(shared, ready):
 
 
 def test_under_shard_map_with_constant_weights(ready):
-    """check_vma wants a custom call's operands to vary alike."""
+    """check_vma requires a custom call's operands to vary over the same axes."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     shapes = (64, H), (3, H, 2, F), (3, F, H)
     rows, gate_up, down, groups = operands((10, 0, 30), 64, *shapes, dtype="bfloat16")
@@ -419,7 +419,7 @@ def test_under_shard_map_with_constant_weights(ready):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_biases_and_activations(biased, ready):
-    """What kernels do not know is applied outside of them."""
+    """Biases and activations that kernels do not have are applied outside of them."""
     shapes = (64, H), (3, H, 2, F), (3, F, H)
     rows, gate_up, down, groups = operands((10, 0, 30), 64, *shapes, dtype="bfloat16")
     rng = np.random.default_rng(5)
@@ -451,7 +451,7 @@ def test_biases_and_activations(biased, ready):
 
 
 def test_what_an_activation_closes_over(ready):
-    """Its gradient sums over rows, of which those past the groups are no part."""
+    """The closure's gradient sums over rows, without those past the groups."""
     shapes = (64, H), (3, H, 2, F), (3, F, H)
     rows, gate_up, down, groups = operands((10, 0, 30), 64, *shapes, dtype="bfloat16")
 

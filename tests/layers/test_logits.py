@@ -1,4 +1,4 @@
-"""Router logits by products of bfloat16 parts, as GPUs compute them, on any device."""
+"""Router logits from products of bfloat16 parts, as on GPUs, tested on any device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from support import helpers, moe_dense
 from support.moe_ffn import N, config, expert_parallel
 
 ROWS, HIDDEN, EXPERTS = 24, 96, 16
-# Of the sum of magnitudes: several roundings of float32. Two parts have 2^-16.
+# Relative to the sum of magnitudes: several float32 roundings. Two parts have 2^-16.
 NEAR = 2.0**-20
-ROUNDED = 2.0**-8  # of bfloat16
+ROUNDED = 2.0**-8  # bfloat16's rounding
 KERNELS = ["float32", "bfloat16"]
 
 
@@ -32,9 +32,9 @@ def plain(left, right):
 
 @pytest.fixture
 def any_dot(monkeypatch):
-    """On CPUs in float32: of bfloat16, XLA lacks some layouts for some processors.
+    """Multiplies in float32 on CPUs, as XLA lacks some bfloat16 layouts on some CPUs.
 
-    Both have exact products, which they sum in float32.
+    Either way products are exact and are added in float32.
     """
     if jax.default_backend() == "cpu":
         monkeypatch.setattr(logits, "_dot", plain)
@@ -51,7 +51,7 @@ def operands(dtype="float32", ranks=1):
 
 
 def check(found, left, right):
-    """Compares with the product in float64, and allows one rounding to the dtype."""
+    """Compares with the float64 product, allowing one rounding to the dtype."""
     left, right = (np.asarray(each, np.float64) for each in (left, right))
     wanted, room = left @ right, np.abs(left) @ np.abs(right)
     error = np.abs(np.asarray(found, np.float64) - wanted)
@@ -62,7 +62,7 @@ def check(found, left, right):
 @pytest.mark.parametrize("scale", [1, 1e30, 1e-30, "mixed", "largest"])
 @pytest.mark.parametrize("counts", [(1, 1), (1, 3), (3, 1), (3, 3)])
 def test_products_against_float64(counts, scale, any_dot):
-    """Of each kind, with the largest and the smallest numbers in one operand."""
+    """Products of each kind, with the largest and smallest numbers in one operand."""
     dtypes = ["bfloat16" if count == 1 else "float32" for count in counts]
     left = normal(1, ROWS, HIDDEN, dtype=dtypes[0]).astype(jnp.float32)
     right = normal(2, HIDDEN, EXPERTS).astype(jnp.float32)
@@ -92,14 +92,14 @@ def test_three_parts_are_all_of_a_float32():
     )
 
 
-# The last is a NaN whose upper half is that of an infinity.
+# The last is a NaN whose upper half equals that of infinity.
 STRANGE = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001], np.uint32)
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 3), (3, 1), (3, 3)])
 @pytest.mark.parametrize("side", [0, 1])
 def test_infinities_and_nan_are_those_of_the_plain_product(side, counts, any_dot):
-    """Also where they meet numbers whose smaller parts are 0."""
+    """Also multiplied with numbers whose smaller parts are 0."""
     given = [
         np.array(each.astype(jnp.bfloat16), np.float32)
         for each in (normal(1, ROWS, HIDDEN), normal(2, HIDDEN, EXPERTS))
@@ -142,7 +142,7 @@ def test_logits_and_gradients_against_float64(dtype, any_dot):
 
 
 def derivative(product, order, left, right):
-    """Gradients of a sum of gradients, of a sum of gradients and so on."""
+    """The derivative of this order: gradients of a sum of gradients, and so on."""
 
     def total_of_gradients(value):
         def total(*args):
@@ -175,7 +175,7 @@ def check_derivatives(found, left, right, order, room):
     [((1, 1), 2), ((1, 3), 2), ((3, 1), 2), ((3, 3), 2), ((1, 3), 3)],
 )
 def test_higher_derivatives(counts, order, any_dot):
-    """Of float32 operands, so that nothing is rounded to bfloat16."""
+    """For float32 operands, so that nothing is rounded to bfloat16."""
     left, right = normal(1, 6, 8) / 8, normal(2, 8, 4) / 8
     if counts[0] == 1:
         left = left.astype(jnp.bfloat16).astype(jnp.float32)
@@ -187,7 +187,7 @@ def test_higher_derivatives(counts, order, any_dot):
 
 @pytest.mark.parametrize("dtype", KERNELS)
 def test_second_derivatives_of_the_logits(dtype, any_dot):
-    """First derivatives by tokens are rounded to bfloat16 on the way."""
+    """First derivatives by tokens are rounded to bfloat16 in between."""
     tokens, kernel = operands(dtype)
     tokens, kernel = tokens / 8, kernel / 8
     found = derivative(logits.by_parts, 2, tokens, kernel)
@@ -269,7 +269,7 @@ def test_remat(policy, any_dot):
 
 
 def products(function, *args):
-    """Types of operands and result of each dot in the program for CUDA."""
+    """The types of operands and result of each dot in the program for CUDA."""
     traced = jax.jit(function).trace(*args)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     dots = [line for line in text.splitlines() if "dot_general" in line]
@@ -281,7 +281,7 @@ def products(function, *args):
     ("dtype", "parts", "pairs"), [(*KERNELS[:1], 3, 6), (*KERNELS[1:], 1, 3)]
 )
 def test_programs_multiply_bfloat16_alone(dtype, parts, pairs, default):
-    """One matmul forward and two back, whatever is the default precision."""
+    """One matmul forward and two backward, whatever the default precision is."""
 
     def both(tokens, kernel, cotangent):
         return jax.vjp(logits.by_parts, tokens, kernel)[1](cotangent)
@@ -330,9 +330,9 @@ def test_parts_are_for_tensor_cores(platform, capability, dtype, wanted):
 
 
 def layer(monkeypatch, dtype="bfloat16"):
-    """A function of (params, x) that returns y and aux, and both.
+    """A function of (params, x) that returns y and aux, with params and x.
 
-    Its tokens are few, and for parts enough.
+    Makes its few tokens enough for products of parts.
     """
     monkeypatch.setattr(logits, "FEW_TOKENS", 0)
     mesh = helpers.make_mesh(helpers.some_ranks(4))
@@ -346,9 +346,9 @@ def layer(monkeypatch, dtype="bfloat16"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_program_of_a_layer_where_there_are_no_tensor_cores(dtype, monkeypatch):
-    """It is that of one float32 product; of float32 tokens it is so everywhere."""
+    """It has one float32 product; with float32 tokens that is so on every device."""
     run, params, x = layer(monkeypatch, dtype)
-    # A function of its own each time, for nothing to be cached.
+    # A new function each time, so that nothing is cached.
     found = jax.jit(lambda *args: run(*args)).lower(params, x).as_text()
     monkeypatch.setattr(routing, "logits_of", lambda t, k, device: plain(t, k))
     wanted = jax.jit(lambda *args: run(*args)).lower(params, x).as_text()
@@ -358,7 +358,7 @@ def test_the_program_of_a_layer_where_there_are_no_tensor_cores(dtype, monkeypat
 
 @pytest.mark.parametrize("dtype", KERNELS)
 def test_a_layer_by_parts(dtype, monkeypatch, any_dot):
-    """Its choices, losses and gradients are those of the float32 product."""
+    """Its choices, losses and gradients equal those of the float32 product."""
     run, params, x = layer(monkeypatch)
     params = params | {"router": jnp.asarray(params["router"], dtype)}
 

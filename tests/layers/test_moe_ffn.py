@@ -171,7 +171,7 @@ def test_update_bias_raises_the_idle():
 
 
 def halves(params):
-    """gate_up as it is elsewhere: `[L, H, 2F]`."""
+    """gate_up in the shape of other libraries: `[L, H, 2F]`."""
     return params["gate_up"].reshape(*params["gate_up"].shape[:2], -1)
 
 
@@ -205,7 +205,7 @@ def test_wrong_params(change, message):
 
 
 def test_halves_that_an_axis_splits():
-    """Its part of `[L, H, 2F]` is not its part of gate and up."""
+    """An axis's part of `[L, H, 2F]` is not its part of gate and up."""
     mesh = helpers.make_mesh({"ep": 1, "tp": 2})
     ep = helpers.make_ep(mesh, config())
     params = moe_dense.params()

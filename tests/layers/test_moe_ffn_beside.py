@@ -1,4 +1,4 @@
-"""jax_ep.moe_ffn: a shared expert beside the exchange, drops, what programs hold."""
+"""jax_ep.moe_ffn: a shared expert beside the exchange, drops, texts of programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(mesh, seed, hidden=moe_dense.HIDDEN):
 
 
 def layer(mesh, ep, params, **options):
-    """A function of (params, x, residual, input_scale), global arrays: y."""
+    """A function of (params, x, residual, input_scale) on global arrays: y."""
 
     def body(params, x, residual, input_scale):
         given = {"residual": residual, "input_scale": input_scale, **options}
@@ -44,7 +44,7 @@ def shared_rows(params, x):
 
 
 def test_a_residual_beside_a_shared_expert():
-    """Both are added, and the residual's cotangent is that of the result."""
+    """Both are added, and the residual's cotangent is the result's."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     ep, params = helpers.make_ep(mesh, config()), moe_dense.params()
     x, residual, dy = (tokens(mesh, seed) for seed in (1, 2, 3))
@@ -65,7 +65,7 @@ def test_a_residual_beside_a_shared_expert():
 
 
 def test_an_input_scale_beside_a_shared_expert():
-    """It reaches the dispatch: without it the format's values saturate."""
+    """The scale reaches the dispatch: without it the format's values saturate."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     hidden, far = 128, 1e4
     ep = helpers.make_ep(mesh, config(hidden_size=hidden, dispatch_format="nvfp4"))
@@ -95,13 +95,13 @@ def test_an_input_scale_beside_a_shared_expert():
 
 @pytest.mark.parametrize("overlap", ["copy", "stream"])
 def test_the_shared_expert_stays_between_the_halves(overlap):
-    """By a barrier that the second half's operands pass together with its rows."""
+    """A barrier ties the second half's operands to the shared expert's rows."""
     gpus.require_stream(overlap, helpers.TRANSPORT)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     params, x = moe_dense.params(), tokens(mesh, 6)
 
     def barriers(overlap):
-        """Of more than one operand, the last being the shared expert's rows."""
+        """Barriers of several operands, whose last is the shared expert's rows."""
         ep = helpers.make_ep(mesh, config(overlap=overlap))
         run = jax.jit(layer(mesh, ep, params))
         text = run.lower(params, x, None, None).as_text()
@@ -114,7 +114,7 @@ def test_the_shared_expert_stays_between_the_halves(overlap):
 
 
 def test_masked_tokens_may_be_nan():
-    """No result of another token, no loss and no gradient has anything of them."""
+    """They affect no result of another token, no loss and no gradient."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     ep, params = helpers.make_ep(mesh, config()), moe_dense.params(shared=False)
     x = tokens(mesh, 8)
@@ -141,7 +141,7 @@ def test_masked_tokens_may_be_nan():
 
 
 def dots(jaxpr):
-    """Equations of dot_general in `jaxpr` and all that it holds."""
+    """Equations of dot_general in `jaxpr`, nested ones included."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation
@@ -156,7 +156,7 @@ def dots(jaxpr):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_router_is_of_the_highest_precision(dtype):
-    """Whatever is the default, which conftest.py sets: in bfloat16 choices differ."""
+    """Whatever the default is, which conftest.py sets: bfloat16 changes choices."""
     if dtype == "bfloat16" and jax.default_backend() != "cpu":
         pytest.skip("GPUs sum products of bfloat16 parts: test_logits.py")
     mesh = helpers.make_mesh(helpers.some_ranks(2))
@@ -174,12 +174,12 @@ def test_the_router_is_of_the_highest_precision(dtype):
 
 
 def kept_rows(chosen, ranks, capacity, alignment):
-    """bool [n, E]: rows of `chosen` at places below `capacity` of their rank's."""
+    """bool [n, E]: rows of `chosen` that find a place below their rank's `capacity`."""
     kept = np.zeros_like(chosen)
     for experts in np.split(np.arange(chosen.shape[1]), ranks):
         start = 0
         for expert in experts:
-            # Of all ranks' tokens in order; an expert comes once among a token's.
+            # All ranks' tokens in order; a token has each expert at most once.
             at = np.flatnonzero(chosen[:, expert])
             kept[at, expert] = start + np.arange(len(at)) < capacity
             start += -(-len(at) // alignment) * alignment

@@ -1,4 +1,4 @@
-"""Tensor-parallel experts whose columns are scattered before the way back."""
+"""Tensor-parallel experts whose columns are scattered before the combine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.moe_ffn import N, config, expert_parallel
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TIGHT = N * moe_dense.TOP_K
-# What of a config has columns summed after the way back.
+# Configs for which columns are summed after the combine.
 WHOLE = {
     "room": {"recv_capacity": 4 * TIGHT},
     "narrow": {"hidden_size": 4},
@@ -42,7 +42,7 @@ def program(mesh, params, **changes):
 
 
 def moved(program, params, x):
-    """Names and sizes of the exchanges of floats over the tensor axis."""
+    """Names and shapes of the collectives of floats over the tensor axis."""
     text = program.lower(params, x).compile().as_text()
     found = []
     for shapes, name in re.findall(
@@ -66,10 +66,10 @@ def test_one_reduce_scatter_in_place_of_all_reduces():
     by_name = [name for name, _ in found]
     assert by_name.count("reduce-scatter") == 1
     assert ("reduce-scatter", (rows, hidden // 2)) in found
-    # The result; and the cotangent of all rows, the transpose of the reduce-scatter.
+    # The result, and the cotangent of all rows (the transposed reduce-scatter).
     gathers = [shape for name, shape in found if name == "all-gather"]
     assert sorted(gathers) == [(N, hidden), (rows, hidden)]
-    # The gradient of tokens, which are equal along the axis, is left.
+    # The gradient of the tokens, which are equal along the axis, is still all-reduced.
     reduced = [shape for name, shape in found if name == "all-reduce"]
     assert reduced.count((N, hidden)) == 1
     assert all(rows not in shape for shape in reduced)
@@ -77,7 +77,7 @@ def test_one_reduce_scatter_in_place_of_all_reduces():
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_columns_that_stay_together(name):
-    """Where there is room for many more rows, and where a part is too narrow."""
+    """If there is room for many more rows, or if a part would be too narrow."""
     mesh = helpers.make_mesh({"ep": 2, "tp": 2})
     hidden = WHOLE[name].get("hidden_size", moe_dense.HIDDEN)
     params = experts_alone(moe_dense.params())
@@ -87,7 +87,7 @@ def test_columns_that_stay_together(name):
     run, x = program(mesh, params, **WHOLE[name])
     found = moved(run, params, x)
     assert "reduce-scatter" not in [each for each, _ in found]
-    # Of the result, and of the gradient of the tokens.
+    # For the result, and for the gradient of the tokens.
     assert found.count(("all-reduce", (N, hidden))) == 2
 
 
@@ -106,7 +106,7 @@ def test_both_ways_agree(shared):
 
 
 def test_partial_sums_are_added_in_float32():
-    """Four of bfloat16, rounded once; so is what is gathered again."""
+    """Four bfloat16 sums are rounded once, and so is what is gathered again."""
     mesh = helpers.make_mesh({"tp": 4})
     rng = np.random.default_rng(2)
     parts = rng.standard_normal((4 * N, moe_dense.HIDDEN)).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""jax_ep.moe_ffn: experts of one's own and the options of a config."""
+"""jax_ep.moe_ffn: custom experts and the options of a config."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_experts_of_ones_own():
     "router", [Router(), Router(score="sigmoid", num_groups=4, top_groups=2)]
 )
 def test_router_of_scores_sharded_by_token(router) -> None:
-    """Also where its ids are all that a program returns: see `router._best`."""
+    """Also if a program returns only the ids: see `router._best`."""
     ranks = helpers.some_ranks(2)
     logits = np.random.default_rng(5).standard_normal((8 * ranks, 16), np.float32)
     wanted = route(jnp.asarray(logits), 3, router)
@@ -62,7 +62,7 @@ def test_router_of_scores_sharded_by_token(router) -> None:
     for found in (ids_of(sharded), jax.jit(ids_of)(sharded)):
         assert found.dtype == np.int32
         np.testing.assert_array_equal(found, wanted.ids)
-    # Without GPUs the text alone can show it.
+    # Without GPUs only the text can show it.
     assert "minimum" in jax.jit(ids_of).lower(sharded).as_text()
 
 
@@ -135,7 +135,7 @@ def test_groups_are_ints():
 
 
 def test_a_routing_takes_no_mask():
-    """It would be ignored: what the routing decided holds."""
+    """A mask would be ignored, as the routing has already decided."""
     mesh = helpers.make_mesh(1)
     ep = helpers.make_ep(mesh, config())
     x = np.ones((N, moe_dense.HIDDEN), np.float32)
@@ -196,7 +196,7 @@ def test_a_fused_shared_expert_equals_one_beside():
 
 
 def test_a_residual_beside_tensor_parallel_experts():
-    """Added once, to the sum over the axis."""
+    """The residual is added once, to the sum over the axis."""
     mesh = helpers.make_mesh(helpers.fit({"ep": 2, "tp": 2}))
     ep, params = helpers.make_ep(mesh, config()), moe_dense.params()
     count = N * mesh.shape["ep"]
@@ -213,7 +213,7 @@ def test_a_residual_beside_tensor_parallel_experts():
 
 
 def test_axes_that_the_batch_is_split_over():
-    """Losses over one axis alone: those of each part of the batch."""
+    """Losses over a single axis are those of each part of the batch."""
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
     ep, params = helpers.make_ep(mesh, config()), moe_dense.params(shared=False)
     x = np.random.default_rng(9).standard_normal((N * mesh.size, moe_dense.HIDDEN))

@@ -1,4 +1,4 @@
-"""jax_ep.moe_ffn: in what dtype gradients of parameters are summed over ranks."""
+"""jax_ep.moe_ffn: the dtype in which parameters' gradients are summed over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def gradients(mesh, ep, params, x, dy, *, apart, check_vma=True):
-    """Of the parameters; with `apart` of a copy for each rank, stacked."""
+    """Gradients of the parameters; with `apart`, of one copy per rank, stacked."""
     specs = param_specs(params, None)
     ranks = P(("dp", "ep"))
 
@@ -73,5 +73,5 @@ def test_gradients_are_summed_in_the_dtype_of_the_parameters(fused, check_vma) -
             wanted = each.sum(axis=0).reshape(params[name].shape)
         got = np.asarray(found[name])
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
-        # Which sums in bfloat16 would not be.
+        # Sums in bfloat16 would be equal to their rounded values.
         assert (wanted != wanted.astype(jnp.bfloat16)).mean() > 0.1

@@ -1,4 +1,4 @@
-"""jax_ep.placement: even ranks, and layers that compute what they would without it."""
+"""jax_ep.placement: evens out ranks without changing what layers compute."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TINY = [
 
 
 def rank_loads(load, placed, ranks):
-    """By the definition: a copy takes an equal part of its expert's load."""
+    """Loads by the definition: copies take equal parts of their expert's load."""
     expert_of = np.asarray(placed.expert_of)
     copies = np.bincount(expert_of, minlength=len(load))
     return (np.asarray(load, float) / copies)[expert_of].reshape(ranks, -1).sum(1)
 
 
 def best(load, slots, ranks):
-    """The least load of the fullest rank, of all ways to fill the places."""
+    """The least load of the fullest rank, over all ways to fill the places."""
     experts, own = len(load), slots // ranks
     kinds = itertools.combinations_with_replacement(range(experts), own)
     held = np.array([np.bincount(kind, minlength=experts) for kind in kinds])
@@ -64,7 +64,7 @@ def draw(rng, kind, experts):
 
 
 def check_shape(placed, experts, slots):
-    """The three arrays say the same."""
+    """The three arrays agree."""
     assert placed.num_experts == experts
     assert placed.num_slots == slots
     for array, size in ((placed.expert_of, slots), (placed.places, slots)):
@@ -83,7 +83,7 @@ def check_shape(placed, experts, slots):
 @pytest.mark.parametrize("kind", ["even", "skewed", "ties"])
 @pytest.mark.parametrize(("experts", "slots", "ranks"), TINY)
 def test_near_the_best_of_all(experts, slots, ranks, kind):
-    """Within a quarter, mostly much nearer; exact without copies."""
+    """Within a quarter of the best, mostly much closer; exact without copies."""
     rng = np.random.default_rng(experts * slots)
     ratios = []
     for _ in range(8):
@@ -98,7 +98,7 @@ def test_near_the_best_of_all(experts, slots, ranks, kind):
 
 @pytest.mark.parametrize("per_node", [None, 2])
 def test_never_fuller_than_in_order(per_node):
-    """Nor with copies that swaps cannot even out."""
+    """Not even with copies that swaps cannot even out."""
     rng = np.random.default_rng(0)
     for trial in range(60):
         ranks = int(rng.choice([2, 4, 8]))
@@ -122,7 +122,7 @@ def test_never_fuller_than_in_order(per_node):
     "load", [[13, 15, 21, 7], [28, 16, 11, 33], [12, 10, 26, 8, 7, 21, 19, 9]]
 )
 def test_copies_that_would_make_it_worse(load):
-    """Even as they are, but not with any two experts on both ranks."""
+    """Ranks are even, but would not be with any two experts on both ranks."""
     experts = len(load)
     placed = placements.balance(load, experts + 2, ep_size=2)
     assert rank_loads(load, placed, 2).tolist() == [sum(load) / 2] * 2
@@ -142,7 +142,7 @@ def test_spare_places_go_to_hot_experts_on_other_ranks():
 
 
 def test_any_copies_fit():
-    """At most one per rank, also where the last ones find no room at first."""
+    """At most one copy per rank, also if the last ones find no room at first."""
     rng = np.random.default_rng(0)
     for _ in range(300):
         ranks, own = int(rng.integers(2, 6)), int(rng.integers(2, 5))
@@ -158,7 +158,7 @@ def test_any_copies_fit():
 
 @pytest.mark.parametrize(("experts", "slots", "ranks"), [(1, 8, 4), (3, 24, 4)])
 def test_more_copies_than_ranks(experts, slots, ranks):
-    """Every rank gets as many of each, so that all are even."""
+    """Every rank gets equally many copies of each expert, so that all are even."""
     load = np.arange(1.0, experts + 1)
     placed = placements.balance(load, slots, ep_size=ranks)
     check_shape(placed, experts, slots)
@@ -173,7 +173,7 @@ def test_without_any_load_all_are_equal():
 
 
 def test_nodes_come_first():
-    """Copies on different nodes, and nodes as even as ranks."""
+    """Copies are on different nodes, and nodes are as even as ranks."""
     load = np.ones(16)
     load[0] = 8
     placed = placements.balance(load, 24, ep_size=8, ranks_per_node=4)
@@ -258,7 +258,7 @@ def test_assign():
             own = placed.places[placed.offsets[e] : placed.offsets[e + 1]]
             assert got == own[(token + (3, 0)[batch]) % len(own)]
             assert placed.expert_of[got] == e
-    # Rows of further dimensions are tokens one after the other.
+    # With more dimensions, the leading ones are flattened to tokens.
     flat = placed.assign(ids.reshape(-1, 3), 5)
     np.testing.assert_array_equal(placed.assign(ids, 5).reshape(-1, 3), flat)
     wrong = ids.astype(np.int16)
@@ -272,7 +272,7 @@ def test_assign():
 
 
 def test_decode_spreads_over_copies():
-    """One token a rank, all to one expert: each copy gets as many."""
+    """One token per rank, all for one expert: copies get equally many."""
     placed = placements.balance(np.eye(8)[2] + 1e-3, 16, ep_size=8)
     copies = np.diff(placed.offsets)[2]
     assert copies == 8
@@ -284,7 +284,7 @@ def test_decode_spreads_over_copies():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("chunk", [2**28, 256])
 def test_weights_keep_their_sharding(kind, chunk, monkeypatch):
-    """Inside jit and outside, whole and in parts, also where nothing divides."""
+    """Inside and outside of jit, whole and in chunks, also if nothing divides."""
     monkeypatch.setattr(moving, "_CHUNK_BYTES", chunk)
     moving._moved.clear_cache()
     mesh = helpers.make_mesh({"ep": 4, "tp": 2}, kind=kind)
@@ -386,7 +386,7 @@ def test_counts_by_expert():
 
 
 def test_stacks_of_layers():
-    """Weights, loads and counts of each layer by its own placement."""
+    """Each layer's weights, loads and counts follow its own placement."""
     loads = np.random.default_rng(0).pareto(1, (3, 8))
     placed = placements.balance(loads, 12, ep_size=4)
     mesh = helpers.make_mesh({"ep": 4})
@@ -426,7 +426,7 @@ def test_weights_that_do_not_fit():
 
 
 def moe(mesh, placed, **options):
-    """moe_ffn on global arrays, weights by expert; a function of (params, x)."""
+    """moe_ffn on global arrays with weights by expert; a function of (params, x)."""
     slots = placed.num_slots if placed else moe_dense.EXPERTS
     ep = helpers.make_ep(mesh, config(num_experts=slots))
     tokens = P(mesh.axis_names)
@@ -452,7 +452,7 @@ def moe(mesh, placed, **options):
 
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 2, "ep": 4}])
 def test_a_layer_with_copies_is_the_layer_without(sizes):
-    """Result, losses, loads and every gradient; a skewed router."""
+    """Result, losses, loads and every gradient are equal, with a skewed router."""
     mesh = helpers.make_mesh(helpers.fit(sizes))
     params = moe_dense.params(bias=True)
     params["router_bias"][3] += 1  # hot
@@ -488,9 +488,9 @@ def test_a_layer_with_copies_is_the_layer_without(sizes):
     by_expert = np.asarray(before.expert_counts).reshape(groups, -1).sum(0)
     np.testing.assert_array_equal(placed.to_logical(by_place), by_expert)
     if ranks > 1:
-        # Ranks may have been as even before, by chance; the hottest place never.
+        # Ranks may have been equally even before, by chance; the hottest place is not.
         assert by_place.max() < by_expert.max()
-    # Invalid ids of a router of one's own are still told.
+    # Invalid ids from a custom router are still reported.
     ids = jnp.full((N, moe_dense.TOP_K), 3, jnp.int32).at[1, 0].set(moe_dense.EXPERTS)
     zeros = jnp.zeros((N, moe_dense.EXPERTS))
     routing = jax_ep.router.Routing(ids, jnp.ones(ids.shape), zeros, zeros)
@@ -508,7 +508,7 @@ def test_a_layer_with_copies_is_the_layer_without(sizes):
         )
         invalid, counts = map(np.asarray, jax.jit(run)(bare, x))
         assert invalid.tolist() == [1] * mesh.size
-        # Each rank begins at another copy.
+        # Each rank starts with another copy.
         at = np.concatenate([placed.assign(ids, rank).ravel() for rank in range(ranks)])
         want = np.bincount(at[at < slots], minlength=slots)
         np.testing.assert_array_equal(counts.reshape(groups, slots), [want] * groups)
@@ -539,7 +539,7 @@ def test_a_wrong_placement_is_refused():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dispatch_to_places(ranks):
-    """The recipe without a layer: ids of places, rows of the right experts."""
+    """Without a layer: ids become ids of places, and rows reach the right experts."""
     mesh = helpers.make_mesh(helpers.some_ranks(ranks))
     experts, slots = 4 * mesh.size, 6 * mesh.size
     load = np.random.default_rng(0).pareto(1, experts)

@@ -59,7 +59,7 @@ def reference(logits, top_k, router, bias=None, mask=None):
 
 
 def reference_losses(logits, ids, probabilities):
-    """(balance_loss, z_loss, load) of what `reference` decided."""
+    """(balance_loss, z_loss, load) of the decisions of `reference`."""
     experts, real = logits.shape[1], ids[:, 0] >= 0
     load, mass, z = np.zeros(experts), np.zeros(experts), 0.0
     for token in np.flatnonzero(real):
@@ -112,7 +112,7 @@ def test_every_field_against_the_transcription(name, biased, masked):
     ],
 )
 def test_what_the_transcription_can_tell_apart(one, other):
-    """Routers of which one must not pass for the other choose differently here."""
+    """Different routers choose differently here, so that tests tell them apart."""
     logits, _, _ = drawn(0)
     a, b = (reference(logits, TOP_K, router)[0] for router in (one, other))
     assert (a != b).any()
@@ -127,7 +127,7 @@ def test_equal_scores_go_to_the_lower_expert(score):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_the_bias_chooses_and_weighs_nothing(score):
-    """Experts that it forces on all have the weights of their own scores."""
+    """Experts that the bias forces on all tokens have weights from their scores."""
     logits, _, _ = drawn(1)
     bias = np.where(np.isin(np.arange(EXPERTS), (4, 9, 11)), 10, 0).astype(np.float32)
     router = Router(score=score, normalize=False)
@@ -148,7 +148,7 @@ def test_the_bias_chooses_and_weighs_nothing(score):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sigmoids_that_all_underflow(normalize):
-    """Weights, probabilities and gradients are 0 there and no NaN, nor elsewhere."""
+    """There weights, probabilities and gradients are 0, and NaN is nowhere."""
     logits, _, _ = drawn(2)
     logits[5] = -200
     router = Router(score="sigmoid", normalize=normalize)
@@ -169,7 +169,7 @@ def test_sigmoids_that_all_underflow(normalize):
 
 @pytest.mark.parametrize("level", [-10.0, -25.0, -80.0])
 def test_small_sigmoids(level):
-    """Weights sum to 1 as long as float32's rounding of their sum allows."""
+    """Weights sum to 1 within float32's rounding of their sum."""
     logits, _, _ = drawn(3, 0.5)
     router = Router(score="sigmoid")
 
@@ -188,7 +188,7 @@ def test_small_sigmoids(level):
 @pytest.mark.parametrize("n", [0, N])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_no_token_at_all(score, n):
-    """An empty batch and one of padding alone: losses of 0, whose gradients are 0."""
+    """An empty batch, or one of only padding, has losses 0 with gradients 0."""
     logits, bias, _ = drawn(4)
 
     def total(logits):
@@ -220,7 +220,7 @@ def test_masked_tokens_have_no_weight_and_no_gradient():
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_masked_tokens_may_be_nan(score):
-    """As rows of attention without any key are: nothing of them goes anywhere."""
+    """NaN in masked tokens, as from attention rows without keys, affects nothing."""
     logits, _, mask = drawn(6)
 
     def total(logits):

@@ -1,6 +1,6 @@
 """The kernel that chooses experts, against the router in plain JAX.
 
-On machines without a GPU a stand-in takes its place, which is told what the kernel is.
+On machines without a GPU a stand-in replaces the kernel and takes its arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Found(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The shapes of logits that came to the kernel."""
+    """The shapes of logits with which the kernel was called."""
     made, true_call = [], tables.call
 
     def call(target: Any, like: Any, dims: Any, operands: Any, attributes: Any) -> Any:
@@ -111,7 +111,7 @@ def test_equals_the_plain_router(
 
 @BY_NAME
 def test_gradients(router: Router, calls: Any) -> None:
-    """First and second ones, and forward-mode, as those of the plain router."""
+    """First and second gradients, and forward mode, equal the plain router's."""
     logits, bias = drawn(6, 16)
 
     def loss(logits: Any, bias: Any) -> Any:
@@ -163,7 +163,7 @@ def test_vmap(calls: Any) -> None:
 def test_what_the_kernel_has_room_for(
     experts: int, top_k: int, num_groups: int, taken: bool, calls: Any
 ) -> None:
-    """The rest is left to plain JAX; the kernel would refuse it."""
+    """Plain JAX does what the kernel would refuse."""
     logits, _ = drawn(4, experts)
     router = Router(num_groups=num_groups, top_groups=max(num_groups - 1, 1))
     want = route(logits, top_k, router)
@@ -173,7 +173,7 @@ def test_what_the_kernel_has_room_for(
 
 
 def test_axes_that_are_not_manual(calls: Any) -> None:
-    """XLA could not split the call over them."""
+    """Not used over axes that are not manual, as XLA could not split the call."""
     mesh = helpers.make_mesh(helpers.fit({"ep": 2, "tp": 1}), kind=AxisType.Auto)
     logits, _ = drawn(8, 16)
     run = jax.shard_map(
@@ -209,7 +209,7 @@ def test_layers_use_it(calls: Any) -> None:
 
 
 def fits(router: Router, experts: int) -> bool:
-    """Whether so many experts divide into its groups, and fill the sum of each."""
+    """Whether experts divide into the router's groups, and fill each group's sum."""
     per_group, rest = divmod(experts, router.num_groups)
     limited = router.top_groups < router.num_groups
     return not rest and (not limited or router.best_of_group <= per_group)
@@ -227,7 +227,7 @@ def fits(router: Router, experts: int) -> bool:
     ],
 )
 def test_kernel(name: str, experts: int, n: int) -> None:
-    """Ids of scores that are apart, and ties; more tokens than warps."""
+    """Ids of distinct scores, and ties; more tokens than warps."""
     router = ROUTERS[name]
     top_k = min(8, experts // router.num_groups * router.top_groups)
     for logits, bias in (

@@ -1,4 +1,4 @@
-"""A function of one's own as `router=` of jax_ep.moe_ffn and of the layers."""
+"""A custom function as `router=` of jax_ep.moe_ffn and of the layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gradient(mesh, router, params, x, mask):
 
 
 def softmax_top_k(logits):
-    """As `Router()` does it, without its care for masks."""
+    """Like `Router()`, but ignores masks."""
     weights, ids = jax.lax.top_k(jax.nn.softmax(logits), TOP_K)
     return ids, weights / weights.sum(-1, keepdims=True)
 
@@ -54,7 +54,7 @@ def whole(logits, *, top_k, mask, bias):
 
 
 def test_a_pair_has_the_losses_of_a_softmax():
-    """Also where it chooses experts for padding, whose logits reach no gradient."""
+    """Also if it chooses experts for padding, whose logits reach no gradient."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     args = given(mesh, masked=True)
     args[1][~args[2]] = np.nan
@@ -83,7 +83,7 @@ def test_a_routing_and_the_keywords_that_it_asks_for():
 
 
 def test_tokens_and_a_loss_of_ones_own():
-    """Ranks count by the tokens that they have, and one without any not at all."""
+    """Ranks are weighted by their numbers of tokens, which may be zero."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     params, x, mask = given(mesh, masked=True)
     mask[:N] = mesh.size == 1

@@ -24,7 +24,7 @@ from support.loads import EXPERTS, ROWS, STEPS, check_numbers, make, placed, ste
 
 
 def all_to_rank_0(mesh, ep, axes):
-    """Of every EP group, with tokens over `axes`: what `step` takes besides a load."""
+    """Operands of `step` with which all tokens of an EP group go to its rank 0."""
     rows = 8 * math.prod(mesh.shape[axis] for axis in axes)
     ids = np.arange(rows * 3, dtype=np.int32).reshape(rows, 3) % ep.local_experts
     return placed(mesh, axes, np.zeros((rows, 16), jnp.bfloat16), ids)
@@ -66,7 +66,7 @@ def test_sums_over_steps_inside_shard_map_and_outside():
     ("fused", "axes"), [(False, ("ep", "dp")), (True, ("dp", "ep"))]
 )
 def test_a_dispatched(fused, axes, kind):
-    """Of layers of a scan inside shard_map, and of the whole stack outside."""
+    """A Dispatched counts per layer in a scan in shard_map, or for a stack outside."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2}, kind=kind)
     changes = {"fused_shared_expert": fused, "recv_capacity": ROWS - 8 + 8 * fused}
     config = helpers.make_config(num_experts=EXPERTS, **changes)
@@ -92,7 +92,7 @@ def test_a_dispatched(fused, axes, kind):
     update = jax.jit(stats.update).lower(loads, d).compile()
     assert not re.search(r"all-(reduce|gather|to-all)|collective", update.as_text())
     outside = update(loads, d)
-    # Of each EP group; ranks of the tokens are stacked in the order of `axes`.
+    # For each EP group; the tokens' ranks are stacked in the order of `axes`.
     by_rank = ids.reshape(STEPS, 2, 2, 24)
     by_rank = by_rank.swapaxes(1, 2) if axes[0] == "ep" else by_rank
     groups = by_rank.reshape(STEPS, 2, 48)
@@ -118,7 +118,7 @@ def test_a_dispatched(fused, axes, kind):
 
 @pytest.mark.parametrize("group", [("c",), ("c", "a"), ("a", "c"), ("b", "c", "a")])
 def test_who_holds_which_experts(group):
-    """As the mesh numbers ranks of an EP group, and ranks stacked over its axes."""
+    """As the mesh numbers an EP group's ranks, and ranks stacked over its axes."""
     mesh = helpers.make_mesh({"a": 2, "b": 2, "c": 2})
     layout = Layout(mesh.axis_names, (2, 2, 2), ("c", "a", "b"), group)
     for (over, axes), expected in zip(
@@ -137,7 +137,7 @@ def test_who_holds_which_experts(group):
 
 
 def test_a_dispatched_of_another_layer_is_refused():
-    """Also one whose experts are as many as a shared one and these."""
+    """Also if it has one expert more, as with a shared expert."""
     mesh = helpers.make_mesh(1)
     load = stats.init(helpers.make_ep(mesh, helpers.make_config(num_experts=4)))
     ep = helpers.make_ep(mesh, helpers.make_config(num_experts=5))
@@ -150,7 +150,7 @@ def test_a_dispatched_of_another_layer_is_refused():
 
 
 def test_steps_of_both_kinds():
-    """Imbalance within a step stays unknown once it was."""
+    """Once unknown, the imbalance within a step stays unknown."""
     ep = helpers.make_ep(helpers.make_mesh(1), helpers.make_config(num_experts=4))
     ids = jnp.zeros((8, 3), jnp.int32)
     d = jax_ep.sharded.dispatch(ep, jnp.ones((8, 16), jnp.bfloat16), ids)
@@ -183,7 +183,7 @@ def test_counts_pass_32_bits():
 
 
 def a_load(experts, ranks, groups=1, layers=(), hot=0, scale=1):
-    """Of steps on the host, most of whose rows went to expert `hot`."""
+    """A load on the host, with most rows for expert `hot`."""
     rng = np.random.default_rng(experts + ranks)
     rows = rng.integers(100, 200, (*layers, groups, experts)) * scale
     rows[..., hot] = 400 * scale
@@ -201,7 +201,7 @@ def a_load(experts, ranks, groups=1, layers=(), hot=0, scale=1):
 
 
 def experts_marked(text):
-    """Global ids under `@` of a heat map's text of one layer."""
+    """The global ids of experts that a one-layer heat map's text marks with `@`."""
     found = []
     for line in text.splitlines():
         if line.count("|") >= 2:
@@ -231,7 +231,7 @@ def test_text_names_global_ids_in_80_columns(experts, ranks):
         found = [line for line in lines if len(line) == 3 and "@" in line[1]]
         assert found
         for _, shades, rest in found:
-            # The last bin may be of fewer experts.
+            # The last bin may have fewer experts.
             each = -(-experts // len(shades))
             assert shades.index("@") == hot // each
             assert rest.split()[0] == f"{hot},"
@@ -264,7 +264,7 @@ def test_a_load_without_steps(tmp_path):
 
 
 def picture(tmp_path):
-    """A path for one where matplotlib is installed."""
+    """A path for a picture if matplotlib is installed."""
     found = importlib.util.find_spec("matplotlib")
     return tmp_path / "load.png" if found else None
 
@@ -281,7 +281,7 @@ def picture(tmp_path):
     ],
 )
 def test_heat_map_as_a_picture(experts, ranks, layers, tmp_path):
-    """Of a size to look at, whole numbers as ticks, the hot expert by its id."""
+    """It has a viewable size, integer ticks, and the hot expert at its id."""
     pytest.importorskip("matplotlib")
     hot = experts - 3
     load = a_load(experts, ranks, groups=2, layers=layers, hot=hot)
@@ -312,7 +312,7 @@ def test_heat_map_as_a_picture(experts, ranks, layers, tmp_path):
                     assert all(re.fullmatch(r"\+?\d+", label) for label in labels)
                     ticks[axis.axis_name] += labels
     assert 2 <= len(cells.get_xticks()) <= 16
-    # The id at the hottest cell, as a reader finds it.
+    # The id at the hottest cell, as a reader would find it.
     values = cells.images[0].get_array()
     line, column = np.unravel_index(values.argmax(), values.shape)
     if layers or not len(cells.get_yticks()):
@@ -327,7 +327,7 @@ def test_heat_map_as_a_picture(experts, ranks, layers, tmp_path):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_numbers_without_implicit_transfers(ranks, kind):
-    """JAX splits explicit axes of size 1 off a dimension that is reshaped."""
+    """Also with explicit axes of size 1, which JAX splits off in a reshape."""
     check_numbers(kind, {"dp": 2, "ep": ranks})
 
 
@@ -382,7 +382,7 @@ def test_rows_that_would_count_once_for_each_tensor_parallel_rank():
         ValueError, match=r"^jax_ep\.stats\.update: load must be .*\['tp'\].*spec"
     ):
         step(mesh, ep, ("ep",), ("ep", "tp"))(stats.init(ep), *operands)
-    # Without check_vma a trace cannot know.
+    # Without check_vma a trace cannot detect it.
     run = step(mesh, ep, ("ep",), ("ep", "tp"), check_vma=False, tp_axis="tp")
     load, _ = run(stats.init(ep), *operands)
     with pytest.raises(
@@ -426,7 +426,7 @@ def test_what_is_of_another_kind_is_refused(call, words):
 
 
 def test_a_stack_of_layers():
-    """As a scan over layers reports it."""
+    """A stack of layers is counted as a scan over layers reports it."""
     _, ep, _ = make()
     load, aux = stats.init(ep), some_aux(4, 16)
     counts = jnp.arange(3 * 16, dtype=jnp.int32).reshape(3, 16)
@@ -489,7 +489,7 @@ def test_what_are_no_axes_of_a_load(axes, kind):
 
 @pytest.mark.parametrize("layers", [(), (3,)])
 def test_places_of_a_placement(layers, tmp_path):
-    """Sums over copies and EP groups, ids of experts, and ranks that are even."""
+    """Sums are over copies and EP groups, ids are experts', and ranks are even."""
     pytest.importorskip("matplotlib")
     hot, ranks, places = 5, 4, 16
     loads = np.ones((*layers, 12))

@@ -1,4 +1,4 @@
-"""Rows past the groups are left as they are where a layer's experts never see them."""
+"""Rows past the groups are not cleared if a layer's experts never see them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Poisoned(Collective):
-    """Has NaN where rows past the groups need not be cleared."""
+    """Fills rows past the groups with NaN if they need not be cleared."""
 
     def __init__(self) -> None:
         self.poisoned: list[str] = []
@@ -143,7 +143,7 @@ def test_what_is_left_changes_nothing(name, fields, fake_kernels, monkeypatch) -
 
 
 def cleared(text: str) -> dict[str, bool]:
-    """What the calls of a program say of rows past the groups."""
+    """For each dispatch of a program, whether it clears rows past the groups."""
     found = re.findall(r"@(ep_dispatch\w*)\(.*?zero_tail = (true|false)", text)
     return {target: value == "true" for target, value in found}
 
@@ -160,11 +160,11 @@ NONE = dict.fromkeys(ALL, False)
         ({"experts": experts.fp8}, {}, False, NONE),
         ({"experts": experts.ragged_dot}, {}, True, ALL),
         ({"experts": experts.Padded(8)}, {}, True, ALL),
-        # What an activation closes over has gradients of all rows.
+        # An activation's closure gets gradients from all rows.
         ({"activation": clipped}, {}, True, ALL),
-        # Padding between groups, which a route alone does not tell from the tail.
+        # Padding between groups, which a route cannot tell from the tail.
         ({}, {"expert_alignment": 8}, True, NONE | {"ep_dispatch_cached": True}),
-        # Cotangents are zero there, whatever a config says of rows.
+        # Cotangents are zero there, whatever the config says about rows.
         (
             {"activation": clipped},
             {"zero_tail": False},
@@ -175,8 +175,8 @@ NONE = dict.fromkeys(ALL, False)
 )
 def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
     if jax.default_backend() != "cpu":
-        # A handle of the collective transport lowers as one of p2p, on devices that
-        # have no Hopper kernels of their own.
+        # A handle of the collective transport lowers like one of p2p, on devices
+        # without Hopper kernels.
         pytest.skip("imagines p2p on CPU devices")
     if hopper:
         grouped_kernels.pretend(monkeypatch)
@@ -193,7 +193,7 @@ def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["hopper", "fp8"])
 def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
-    """The true kernels, in memory that held NaN, beside rows that were cleared."""
+    """Real kernels in memory that held NaN give the same as with cleared rows."""
     grouped_kernels.skip_without_hopper()
     mesh = helpers.make_mesh(jax.device_count())
     rng = np.random.default_rng(0)
@@ -228,12 +228,12 @@ def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
     for a, b in zip(found, run(), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.isfinite(b).all()
-        # XLA fuses the two programs differently: a few units of bfloat16's last place.
+        # XLA fuses the two programs differently: they differ by a few bfloat16 units.
         np.testing.assert_allclose(a, b, rtol=2**-5, atol=2**-7 * np.abs(b).max())
 
 
 def test_other_functions_see_them() -> None:
-    """Also such as wrap one of the library's: they may do more with the rows."""
+    """Also functions that wrap one of the library's, as they may read the rows."""
     ep = p2p_handle(helpers.make_mesh(2), **FIELDS)
     assert tails.seen(ep, lambda *args: experts.fp8(*args), F, None)
     assert not tails.seen(ep, experts.fp8, F, None)

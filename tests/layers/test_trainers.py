@@ -47,7 +47,7 @@ BIASED = {"expert_bias": True, "activation": moe_dense.clipped}
 
 
 def make_mesh(sizes):
-    """With all axes of trainers, most of size 1."""
+    """A mesh with all axes of trainers, most of size 1."""
     return helpers.make_mesh({name: sizes.get(name, 1) for name in AXES})
 
 
@@ -86,7 +86,7 @@ def dense_layer(params, x, *, biased):
 
 @functools.cache
 def dense(*, biased, stages=False):
-    """(y, gradients of params and x) of the stack, or of each layer by itself."""
+    """(y, gradients of params and x) of the stack, or of each layer separately."""
 
     def loss(params, x):
         losses = 0.0
@@ -111,7 +111,7 @@ def dense(*, biased, stages=False):
 
 
 def layer_of(mesh, **changes):
-    """A function of (params, x): (y, losses); its parameters' specs by name."""
+    """A function of (params, x) to (y, losses), and its parameters' specs by name."""
     layer = jax_ep.flax.MoE(**told(mesh, **changes), rngs=nnx.Rngs(0))
     definition, state = nnx.split(layer)
     specs = {name: state[name][...].sharding.spec for name in state}
@@ -132,7 +132,7 @@ def placed(mesh, specs, params, *lead):
 
 
 def stack(run, names=NAMES):
-    """A stack of layers, scanned and rematerialised: the mean of losses, and y."""
+    """A scanned, rematerialised stack of layers; returns the mean of losses, and y."""
 
     def body(carry, params):
         x, losses = carry
@@ -191,7 +191,7 @@ def test_stages_against_the_dense_formula():
 
 
 def test_micro_batches_accumulate():
-    """Gradients of a scan over micro-batches are those of the mean of their losses."""
+    """Gradients of a scan over micro-batches equal those of their mean loss."""
     mesh = make_mesh({"fsdp": 2, "expert": 4})
     run, specs = layer_of(mesh)
     params, x = values(biased=False)
@@ -243,7 +243,7 @@ np.savez(folder / "results.npz", **step(placed))
 
 
 def test_a_compiled_step_runs_in_another_process(tmp_path):
-    """Serialised by `lower().compile()`; the process first makes the shared handle."""
+    """A step from `lower().compile()`; the process first makes the shared handle."""
     if jax.default_backend() != "cpu":
         pytest.skip("the other process would need the GPUs of this one")
     mesh = make_mesh({"fsdp": 2, "tensor": 2, "expert": 2})

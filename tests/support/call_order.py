@@ -1,4 +1,4 @@
-"""The calls of a p2p handle in a program's text, and what they come after."""
+"""Finds the calls of a p2p handle in a program's text, and what each comes after."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers
 
-# Which result a later call takes: num_dropped or num_invalid of a dispatch, done of the
-# others.
+# The index of the result that a later call takes as its token: a dispatch's num_dropped
+# or num_invalid, or another call's done.
 WHOLE = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
 HALVES = {
     "ep_dispatch_send": 2,
@@ -29,13 +29,13 @@ TOKEN_INDEX = WHOLE | HALVES
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
-        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
+        # p2p's native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("fakes p2p on CPU devices")
     return helpers.make_mesh(2)
 
 
 def p2p_handle(mesh: Any, **changes: Any) -> Any:
-    """A handle that traces as one of p2p does, without windows."""
+    """A handle without windows that traces as a p2p handle does."""
     config = helpers.make_config(**helpers.HALVES | changes)
     ep = jax_ep.init(mesh, "ep", config, transport="collective")
     vars(ep)["transport"] = "p2p"
@@ -74,9 +74,9 @@ def square(x: jax.Array) -> jax.Array:
 
 
 class Call(NamedTuple):
-    """One custom call, and the position in the text of the one that it comes after.
+    """One custom call, and the index of the call that it comes after.
 
-    None for a call that comes after a constant.
+    `after` is None for a call that comes after a constant.
     """
 
     target: str
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def calls(text: str) -> list[Call]:
-    """The calls of a StableHLO text in its order; checks the form of their tokens."""
+    """The calls of a StableHLO text, in order; checks the form of their tokens."""
     found: list[Call] = []
     defined: dict[str, int | None] = {}
     passed: dict[str, list[str]] = {}  # through a barrier
@@ -121,7 +121,7 @@ def afters(text: str) -> list[int | None]:
 
 
 def chain(length: int, start: int = 0) -> list[int | None]:
-    """What `afters` says of one chain whose first call stands at `start`."""
+    """What `afters` returns for one chain whose first call has index `start`."""
     return [None, *range(start, start + length - 1)]
 
 

@@ -1,4 +1,4 @@
-"""The command jax-ep in a process of its own, and records as its bench writes them."""
+"""Runs the command jax-ep in its own process; makes records as its bench does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Programs run over p2p and over collective on the same arrays, compared on the GPUs.
 
-For shapes too large to bring to the host and to the oracle: the collective transport
-is what the oracle has checked.
+This is for shapes that are too large for the host and the oracle. The oracle has
+checked the collective transport.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from support import device_random, format_values, gpus, helpers, oracle
 
 
 def p2p_mesh(ranks: int | None = None) -> Mesh:
-    """A mesh over `ranks` GPUs, default the most up to four; skips where p2p cannot be.
+    """A mesh over `ranks` GPUs, by default up to four; skips where p2p cannot run.
 
-    Whether it can is the driver's word, so that a wrong refusal of jax_ep fails.
+    The driver says whether it can, so that a test fails if jax_ep refuses wrongly.
     """
     mesh = helpers.make_mesh(ranks or helpers.some_ranks(4))
     reason = gpus.why_no_p2p(mesh.devices.flat)
@@ -37,7 +37,7 @@ def p2p_mesh(ranks: int | None = None) -> Mesh:
 
 @dataclasses.dataclass
 class Operands:
-    """What `everything` takes; None where a call goes without."""
+    """The operands of `everything`; None for each one that calls omit."""
 
     tokens: Any
     ids: Any
@@ -60,7 +60,7 @@ def make_operands(
     weighted: bool = True,
     residual: bool = True,
 ) -> Operands:
-    """Random operands of all ranks: tokens of all values, finite what is summed."""
+    """Random operands of all ranks: tokens of any bits, and finite values to sum."""
     config, ranks, rng = ep.config, mesh.size, np.random.default_rng(seed)
     words = [routing] * ranks if isinstance(routing, str) else list(routing)[:ranks]
     ids = [helpers.make_ids(rng, config, n, word) for word in words]
@@ -80,7 +80,7 @@ def make_operands(
 
 @functools.cache
 def _drawn(mesh: Mesh, n: int, capacity: int, hidden: int, name: str) -> Any:
-    """A program that draws all but ids and their weights, on the devices, of a seed."""
+    """A program that draws all but ids and their weights on devices, from a seed."""
     ranks, dtype = mesh.size, oracle.DTYPES[name]
 
     def draw(seed):
@@ -104,7 +104,7 @@ def _bits(a: Any) -> Any:
 
 
 def _cleared(rows: Any, where: Any) -> Any:
-    # Of bits: not every type of a scale has a zero.
+    # Clears bits, because not every dtype of scales has a zero.
     bits = jnp.where(where[:, None], 0, _bits(rows))
     return jax.lax.bitcast_convert_type(bits, rows.dtype)
 
@@ -112,8 +112,8 @@ def _cleared(rows: Any, where: Any) -> Any:
 def everything(ep: Any, o: Operands) -> dict[str, Any]:
     """Dispatch and combine with both backward passes, on one rank.
 
-    Wherever nothing may be read there is NaN. What zero_tail=False leaves unspecified
-    is cleared before it is returned.
+    Whatever must not be read is NaN. What zero_tail=False leaves unspecified is cleared
+    before it is returned.
     """
 
     quantised = ep.config.dispatch_format != "bf16"
@@ -150,7 +150,7 @@ def everything(ep: Any, o: Operands) -> dict[str, Any]:
 
     y, pull_combine = jax.vjp(back, rows, weights, o.residual)
     d_rows, d_weights, d_residual = pull_combine(o.dy)
-    # Any float32 [N] does for the cotangent of the rows' weights.
+    # Any float32 [N] will do as the cotangent of the rows' weights.
     dx, dw = pull_dispatch((rows, d_rows[:, 0].astype(jnp.float32)))
     exact = {
         "dispatch": d,
@@ -160,15 +160,15 @@ def everything(ep: Any, o: Operands) -> dict[str, Any]:
         "d_tokens": dx,
         "d_weights": dw,
     }
-    # Products with E are XLA's, whose order of sums may differ between programs.
+    # XLA computes products with E and may sum in another order in another program.
     return {"exact": exact, "near": d_weights}
 
 
 def mapped(mesh: Mesh, body: Callable[..., Any]) -> Any:
-    """`body` on every rank, jitted; empty operands are made there.
+    """`body` on every rank, jitted; empty operands are made inside it.
 
-    XLA of jax 0.11.2 crashes on a shard_map over several GPUs that takes empty operands
-    beside others.
+    XLA of jax 0.11.2 crashes on a shard_map over several GPUs that takes both empty and
+    other operands.
     """
     axes = mesh.axis_names
 
@@ -199,7 +199,7 @@ def _unequal(actual: Any, wanted: Any) -> Any:
 
 
 def assert_same(actual: Any, wanted: Any, what: str = "") -> None:
-    """Equal bits of all leaves, compared where they lie; routes' keys may differ."""
+    """Equal bits of all leaves, compared on the devices; routes' keys may differ."""
     actual = jax.tree.leaves(actual)
     names = [jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(wanted)]
     wanted = jax.tree.leaves(wanted)
@@ -211,14 +211,14 @@ def assert_same(actual: Any, wanted: Any, what: str = "") -> None:
 
 
 def assert_near(actual: Any, wanted: Any) -> None:
-    """Within float32's rounding of a long sum."""
+    """Asserts equality within float32's rounding of a long sum."""
     actual, wanted = np.asarray(actual), np.asarray(wanted)
     scale = max(1.0, float(np.max(np.abs(wanted), initial=0)))
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * scale)
 
 
 class Pair:
-    """Handles of one content over p2p and over collective; a context manager."""
+    """Two handles of one config, over p2p and collective; a context manager."""
 
     def __init__(self, mesh: Mesh, config: Any, axis: Any = "ep") -> None:
         gpus.require_stream(config.overlap)
@@ -240,7 +240,7 @@ class Pair:
         self._stack.close()
 
     def operands(self, *args: Any, **options: Any) -> Operands:
-        """As make_operands."""
+        """Calls `make_operands` with the p2p handle."""
         return make_operands(self.mesh, self.p2p, *args, **options)
 
     def compare(self, operands: Operands, what: str = "") -> Any:

@@ -1,7 +1,7 @@
-"""Random numbers on devices, of a few instructions each.
+"""Random numbers on devices that take a few instructions each.
 
 Every new shape is a new program, and XLA for GPUs takes seconds to compile one that
-draws several arrays by jax.random.
+draws several arrays with jax.random.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 def bits(seed: Any, stream: int, shape: tuple[int, int]) -> jax.Array:
-    """uint32, others for each seed, stream and element; to be jitted."""
+    """Random uint32, different for each seed, stream and element; to be jitted."""
     row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, d) for d in (0, 1))
     first = _mix(_mix(jnp.uint32(seed)) + jnp.uint32(stream))
     return _mix(row * jnp.uint32(shape[1]) + column ^ first)
@@ -26,7 +26,7 @@ def numbers(seed: Any, stream: int, shape: tuple[int, int]) -> jax.Array:
 
 
 def below(limit: int, seed: Any, stream: int, shape: tuple[int, int]) -> jax.Array:
-    """int32 in [0, limit), a power of two; to be jitted."""
+    """int32 in [0, limit), where limit is a power of two; to be jitted."""
     assert limit & (limit - 1) == 0, limit
     return (bits(seed, stream, shape) & (limit - 1)).astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""What an error says: the form of the contract."""
+"""Checks that error messages have the contract's form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATE = re.compile(
 
 
 def check_state(caught: Any, where: str, *words: str) -> None:
-    """As `check_form`, of a state, which a plain sentence tells, and no value."""
+    """Like `check_form`, for messages that describe a state and no value."""
     message = str(caught.value)
     match = STATE.fullmatch(message)
     assert match, message
@@ -43,5 +43,5 @@ def check_state(caught: Any, where: str, *words: str) -> None:
 
 
 def raises() -> Any:
-    """The two exceptions of the contract."""
+    """Expects one of the two exceptions that the contract allows."""
     return pytest.raises((ValueError, TypeError))

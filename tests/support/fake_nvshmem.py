@@ -1,4 +1,4 @@
-"""NVSHMEM without a GPU: threads stand for processes; every step waits for all."""
+"""NVSHMEM without a GPU: threads act as processes, and every step waits for all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support import fake_windows, helpers
 from support.fake_windows import act_all, make_groups
 
 KERNELS = [11, 12]
-here = threading.local()  # the process that a thread stands for
+here = threading.local()  # the process that a thread acts as
 ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
-# Groups of ranks in another order than their processes, and of other ordinals.
+# Groups whose ranks differ from their processes in order and have other ordinals.
 CROSSED = make_groups([[(3, 1), (0, 2)], [(2, 0), (1, 3)]])
 
 
 class Nvshmem:
-    """What all processes share: blocks at the same offset of every heap."""
+    """What all processes share; blocks lie at the same offset in every heap."""
 
     def __init__(self, pes: int) -> None:
         self.barrier = threading.Barrier(pes)
@@ -38,7 +38,7 @@ class Nvshmem:
 
 
 class Module:
-    """_native_shmem of one process. The block at offset n of `pe` is n + 1000 * pe."""
+    """One process's _native_shmem. Its block at offset n has address n + 1000 * pe."""
 
     def __init__(self, shared: Nvshmem) -> None:
         self.shared, self.pe, self.offset = shared, -1, 1
@@ -85,7 +85,7 @@ class Module:
 
 
 class Native(fake_windows.Native):
-    """The CUDA module; notes what it is given."""
+    """The CUDA module; records the windows that it is given."""
 
     def __init__(self, process: int) -> None:
         super().__init__(process, given={}, far={}, in_use=set())
@@ -132,7 +132,7 @@ class Job:
         return act_all(dict.fromkeys(self.processes, act))
 
     def size(self, *far: Any, **changes: Any) -> int:
-        """Bytes of a window; `far` as window_bytes takes it."""
+        """Bytes of a window; `far` is passed to window_bytes."""
         config = helpers.make_config(**changes)
         sizes = windows.window_config(config, self.groups.shape[1])
         return ffi.native.window_bytes(sizes, *far)
@@ -144,6 +144,6 @@ class Job:
             assert actor.result == size
 
     def refused(self, *words: str, **changes: Any) -> None:
-        """In the same words everywhere."""
+        """Asserts that all processes get the same refusal, with these `words`."""
         (found,) = {actor.result for actor in self.run(1, **changes).values()}
         assert all(word in " ".join(found) for word in words), found

@@ -1,8 +1,8 @@
-"""Windows without a GPU: a store for meetings of threads, and a native module of files.
+"""Windows without a GPU: threads meet over a store, and a native module uses files.
 
-Each window is a memfd. A process that maps one of another's leaves its mark there, at
-its own rank, so that tests see whose memory was mapped where. A fabric handle names the
-window's descriptor and the fabric that it is of.
+Each window is a memfd. A process that maps another's window leaves its mark there, at
+its own rank, so that tests see who has mapped what. A fabric handle names the window's
+descriptor and its fabric.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from support import helpers
 BYTES = 4096
 HANDLE = struct.Struct("<qq48s")  # process id, descriptor, fabric
 
-here = threading.local()  # `process`: what a thread stands for
+here = threading.local()  # `process`: the one that a thread acts as
 
 
 class Store:
-    """The key-value store of jax.distributed, for threads that stand for processes."""
+    """The key-value store of jax.distributed, for threads that act as processes."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -68,7 +68,7 @@ class Store:
 
 
 class Native(types.SimpleNamespace):
-    """The CUDA module in one process. Fields say what fails; methods are its own."""
+    """The CUDA module of one process. Fields say what fails."""
 
     MAX_WINDOW_RANKS = 32
     FIRST_EPOCH = 1
@@ -133,7 +133,7 @@ class Native(types.SimpleNamespace):
         return BYTES
 
     def mark(self, memory, rank):
-        """By the first local rank of the group, at its own place."""
+        """Marks a window for a local rank, at the rank's place."""
         memory[rank] = self.process + 1
 
     def export_window(self, key, ordinal):
@@ -179,12 +179,12 @@ class Native(types.SimpleNamespace):
 
 
 def descriptors() -> int:
-    """How many this process has open."""
+    """How many file descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def threads_of_meetings() -> int:
-    """Threads that hand out descriptors and have not ended."""
+    """How many threads still hand out descriptors."""
     end = time.monotonic() + 20
     while True:
         count = sum("_serve" in thread.name for thread in threading.enumerate())
@@ -195,7 +195,7 @@ def threads_of_meetings() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What choosing asks of a device."""
+    """The attributes of a device that choosing a transport reads."""
 
     id: int
     process_index: int = 0
@@ -235,7 +235,7 @@ def act_all(
     subject: Callable[[int], str] = str,
     store: Any = None,
 ) -> dict[int, Actor]:
-    """Of those processes that come."""
+    """Runs each process's act in a thread; `processes` may also name absent ones."""
     store = store or Store()
     processes = processes or sorted(acts)
     actors = {
@@ -253,7 +253,7 @@ CONFIG = helpers.make_config(timeout_s=20.0)
 
 
 def make_groups(layout: list[list[tuple[int, int]]]) -> np.ndarray:
-    """EP groups of (process, ordinal), as devices."""
+    """EP groups as arrays of devices, from (process, ordinal) pairs."""
     groups = np.empty((len(layout), len(layout[0])), object)
     for i, group in enumerate(layout):
         for rank, (process, ordinal) in enumerate(group):
@@ -262,7 +262,8 @@ def make_groups(layout: list[list[tuple[int, int]]]) -> np.ndarray:
 
 
 ONE_EACH = make_groups([[(0, 0), (1, 0), (2, 0)]])
-# Two groups over pairs of processes, each of two devices, ranks of a process apart.
+# Two groups, each over two processes with two devices each; ranks of a process are not
+# always adjacent.
 PAIRS = make_groups(
     [
         [(0, 1), (1, 0), (0, 0), (1, 1)],
@@ -272,10 +273,10 @@ PAIRS = make_groups(
 
 
 class Job:
-    """One init's way to windows in all processes of some groups."""
+    """What init does to open windows, in all processes of some groups."""
 
     def __init__(self, groups: np.ndarray, **fields: dict[int, Any]) -> None:
-        """Fields of `Native` by process."""
+        """`fields` gives values of fields of `Native`, by process."""
         self.groups = groups
         self.processes = sorted({device.process_index for device in groups.flat})
         self.natives = {p: Native(p) for p in self.processes}
@@ -284,7 +285,7 @@ class Job:
                 setattr(self.natives[process], name, value)
 
     def act(self, meeting: Rendezvous) -> Any:
-        """As init: an obstacle, or windows, whose marks are the result."""
+        """Acts as init does: returns an obstacle, or the marks in opened windows."""
         native = self.natives[meeting.own]
         here.process = meeting.own
         found = windows.find_obstacle(native, self.groups, meeting)
@@ -292,7 +293,7 @@ class Job:
             return found
         size = windows.open_windows(native, 1, self.groups, CONFIG, 1, meeting)
         assert size == BYTES
-        # As calls would be, which wait for all.
+        # Waits for all, as a call would.
         meeting.gather("used", None)
         return {ordinal: native.marks(ordinal) for ordinal in native.own}
 
@@ -313,14 +314,14 @@ class Job:
 
 @pytest.fixture
 def all_closed():
-    """No descriptor is left of what a test opened and closed."""
+    """Checks that a test leaves no descriptor open."""
     before = descriptors()
     yield
     assert descriptors() == before
 
 
 def check_marks(job: Job, marked: list[Any]) -> None:
-    """Every window is marked by its own rank, and by those of other processes."""
+    """Every window is marked by its own rank and by ranks of other processes."""
     results = dict(zip(job.processes, marked, strict=True))
     for group in job.groups:
         for device in group:

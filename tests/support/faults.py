@@ -2,9 +2,9 @@
 
 Ranks are missing or late, raise, close, or make another call than the others.
 
-One rank's call without the others' is a program of one device outside of shard_map: a
-handler finds its rank by its device. jax_ep's own functions would refuse to trace it,
-so these call the layer below them.
+A call by one rank alone is a program of one device outside of shard_map: a handler
+finds its rank by its device. jax_ep's own functions would refuse to trace it, so these
+scenarios call the layer below them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jax_ep._transport.base import DispatchInputs
 from support import compare_transports, gpus, helpers
 
 TIMEOUT_S = 2.0
-# Between a rank's coming and the others' time limit.
+# The time between a late rank's call and the end of the others' time limit.
 MARGIN_S = 0.3
-INSIDE_S = 0.3  # until a call that was started waits for its peer
+INSIDE_S = 0.3  # after which a started call waits for its peer
 FIELDS = {"timeout_s": TIMEOUT_S, "max_tokens_per_rank": 64, "hidden_size": 64}
 
 
@@ -48,13 +48,13 @@ def cached(ep, route, x, w):
 
 
 def reduced(ep, x, ids, w):
-    """A dispatch with one of XLA's collectives behind it."""
+    """A dispatch followed by one of XLA's collectives."""
     d = jax_ep.dispatch(ep, x, ids, w)
     return jax.lax.psum(d.expert_counts, "ep")[None]
 
 
 class Faulty:
-    """A handle of two ranks with a short time limit, and operands of both ranks."""
+    """A handle of two ranks with a short time limit, and both ranks' operands."""
 
     def __init__(self, mesh, **changes):
         self.mesh, self.traced = mesh, {}
@@ -90,9 +90,9 @@ class Faulty:
         return jax.tree.map(pick, tree)
 
     def alone(self, call, rank, *args):
-        """`call` of one rank, compiled but not run: compiling may outlast the limit."""
+        """One rank's `call`, already compiled, as compiling may outlast the limit."""
         args = self.of(rank, args)
-        # Traced once for both ranks, as a program of all ranks is.
+        # Traced once for both ranks, like a program of all ranks.
         if call not in self.traced:
             self.traced[call] = jax.jit(functools.partial(call, self.ep))
         return functools.partial(self.traced[call].lower(*args).compile(), *args)
@@ -119,14 +119,17 @@ class Faulty:
         return found
 
     def recovers(self):
-        """A new handle after close() gives right answers, as another one does."""
+        """After close(), a new handle gives right answers."""
         self.ep.close()
         Faulty(self.mesh).ep.close()
         return True
 
 
 def is_nothing(results):
-    """What a call that gave up returns: NaN for floats, -1 for ids, 0 for counts."""
+    """True for what a call that gave up returns: floats NaN, ids -1, counts 0.
+
+    Otherwise a description of the first leaf that is different.
+    """
     zeros = ("row_offsets", "group_sizes", "expert_counts", "num_dropped")
     for path, leaf in jax.tree.leaves_with_path(results):
         name = jax.tree_util.keystr(path)
@@ -147,13 +150,13 @@ def is_nothing(results):
 
 
 def outcome(faulty, other, results, start):
-    """What every fault must have led to, for the test to judge."""
+    """What a fault has led to, for the test to check."""
     nothing = []
     for index, result in enumerate(results):
         try:
             nothing.append(is_nothing(jax.block_until_ready(result)))
         except jax.errors.JaxRuntimeError:
-            # Enqueued after the host had heard of the first one's end.
+            # This call was enqueued after the host learned that the first had ended.
             assert index, "the first call ends without an error of its own"
     return {
         "seconds_waited": time.monotonic() - start,
@@ -165,7 +168,7 @@ def outcome(faulty, other, results, start):
 
 
 def missing(which, mesh):
-    """Rank 0 calls, and calls again; rank 1 never comes."""
+    """Rank 0 calls several times; rank 1 never does."""
     faulty, other = Faulty(mesh), Faulty(mesh)
     d = faulty.first
     x, _, w = faulty.args
@@ -186,15 +189,15 @@ def missing(which, mesh):
 
 
 def combine_elsewhere(ep, route, rows, w):
-    # On a line of its own, which is what differs.
+    # The same call from another line: only the line differs.
     args = combining.CombineArgs(rows, route, w, None)
     return combining._COMBINE(ep, args, static=True)
 
 
 def differs(how, mesh):
-    """The ranks make different calls of one kind.
+    """The ranks' calls differ in one respect.
 
-    Other n, with flags and with few tokens; along a known route; from another line.
+    In n, with many or few tokens; in the kind of dispatch; or in the line of code.
     """
     faulty, other = Faulty(mesh), Faulty(mesh)
     d = faulty.first
@@ -216,7 +219,7 @@ def differs(how, mesh):
 
 
 def giant(mesh):
-    """More than any GPU has: an error that names it, and everything is given back."""
+    """A window larger than any GPU: the error names its size, and no memory is lost."""
     config = helpers.make_config(
         max_tokens_per_rank=2**22,
         hidden_size=16384,
@@ -239,7 +242,7 @@ def giant(mesh):
 
 
 def flat(mesh):
-    """Windows are there while a handle is open and gone afterwards, 30 times."""
+    """Windows exist only while their handle is open, in 30 cycles."""
     ordinals = [device.local_hardware_id for device in mesh.devices.flat]
     free, opened = [], 0
     for cycle in range(33):
@@ -268,11 +271,11 @@ def flat(mesh):
 
 
 def sizes(mesh):
-    """What windows of several sizes take of a GPU, beside what their handles say."""
+    """The GPU memory that windows of several sizes take, and what their handles say."""
     ordinals = [device.local_hardware_id for device in mesh.devices.flat]
     shapes = ((8, 128, 2), (512, 2048, 4), (4096, 4096, 8))
     found = []
-    # The first round takes what stays for all that follow: programs, XLA's own pool.
+    # The first round also allocates what stays: programs and XLA's own pool.
     for tokens, hidden, top_k in shapes * 2:
         before = [gpus.free_bytes(ordinal) for ordinal in ordinals]
         ep = helpers.init(
@@ -286,7 +289,7 @@ def sizes(mesh):
 
 
 def started(run):
-    """The call's results, unless the host has heard of the end of an earlier one."""
+    """The call's results; none if the host knows that an earlier call has failed."""
     try:
         return [run()]
     except jax.errors.JaxRuntimeError:
@@ -294,7 +297,7 @@ def started(run):
 
 
 def late(after_s, mesh):
-    """Rank 1 comes within rank 0's time limit: nobody notices."""
+    """Rank 1 is late, but within rank 0's time limit: results are right."""
     faulty = Faulty(mesh)
     runs = [faulty.alone(dispatch, rank, *faulty.args) for rank in range(2)]
     results = [runs[0]()]
@@ -309,7 +312,7 @@ def late(after_s, mesh):
 
 
 def late_over(mesh):
-    """Rank 1 comes just after rank 0 has given up: its call is refused or empty."""
+    """Rank 1 calls just after rank 0 gave up: its call is refused or empty."""
     faulty, other = Faulty(mesh), Faulty(mesh)
     runs = [faulty.alone(dispatch, rank, *faulty.args) for rank in range(2)]
     start = time.monotonic()
@@ -342,7 +345,7 @@ def raises(mesh):
 
 
 def swapped(mesh):
-    """One rank dispatches and then combines, the other one combines first."""
+    """One rank dispatches and then combines; the other combines first."""
     faulty, other = Faulty(mesh), Faulty(mesh)
     d = faulty.first
     calls = ((dispatch, *faulty.args), (combine, d.route, d.tokens, d.router_weights))
@@ -358,7 +361,7 @@ def swapped(mesh):
 
 
 def handles(mesh):
-    """The ranks call handles of different configs: each misses the other one there."""
+    """The ranks call handles of different configs: each waits for the other in vain."""
     faulty, second, other = Faulty(mesh), Faulty(mesh, top_k=2), Faulty(mesh)
     runs = [
         one.alone(dispatch, rank, *one.args)

@@ -1,4 +1,4 @@
-"""Layers of jax_ep.flax as their tests make them."""
+"""Layers of jax_ep.flax for their tests."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def wave(y):
 
 
 def dense_grads(params, x, router, mask=None):
-    """(y, loss), (gradients of params, of x) of the dense formula.
+    """(y, loss) and the gradients of (params, x), by the dense formula.
 
-    The loss is the `wave` of y, 3 times the balance loss and the z loss.
+    The loss is the sum of `wave` of y, 3 times the balance loss and the z loss.
     """
     flat = x.reshape(-1, moe_dense.HIDDEN)
     scores = moe_dense.scores(params, flat, router)
@@ -69,7 +69,7 @@ def dense_grads(params, x, router, mask=None):
 
 
 def parts(array):
-    """The shape of what a device holds."""
+    """The shape of each device's shard."""
     return array.sharding.shard_shape(array.shape)
 
 

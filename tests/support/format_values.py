@@ -1,8 +1,9 @@
 """Tokens that reach every code of a format: in NumPy and on devices.
 
-Of random bits alone nearly every block holds numbers of all sizes, or NaN: its codes
-are 0 and the largest then. Here every second row is of numbers of a few sizes instead,
-with some NaN, infinities, denormals and whole runs of zeros or of denormals.
+With random bits alone, nearly every block would hold numbers of all magnitudes, or NaN,
+so that its only codes would be 0 and the largest. Here every second row holds numbers
+of a few magnitudes instead, with some NaN, infinities and denormals, and with whole
+runs of zeros or denormals.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from support import device_random, oracle
 
 _RUN = 128  # the largest block of a format
-_ELEMENTS, _RUNS = 4096, 16  # one of so many is special
+_ELEMENTS, _RUNS = 4096, 16  # each kind of special value: one element or run in these
 
 
 def rows(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.ndarray:
@@ -41,7 +42,7 @@ def rows(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.nda
 
 
 def draw(seed: Any, shape: tuple[int, int], name: str) -> jax.Array:
-    """Tokens `[n, H]` of the dtype `name`; to be jitted. Takes streams 0 to 4."""
+    """Tokens `[n, H]` of the dtype `name`; to be jitted. Uses streams 0 to 4."""
     n, hidden = shape
     dtype = oracle.DTYPES[name]
     unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
@@ -62,7 +63,7 @@ def draw(seed: Any, shape: tuple[int, int], name: str) -> jax.Array:
 def _with_special(
     xp: Any, bits: Any, values: Any, lots: Any, of_runs: Any, first: int, dtype: Any
 ) -> Any:
-    """Bits: `values` with special ones where the lots say so in every second row."""
+    """Bits: alternate rows are `bits` and `values` with special ones by the lots."""
     info, unsigned = jnp.finfo(dtype), bits.dtype
     infinity = ((1 << info.nexp) - 1) << info.nmant
     denormal = bits & unsigned.type(1 << (info.bits - 1) | (1 << info.nmant) - 1)

@@ -20,7 +20,7 @@ FLOOR = 2.0**-80
 
 
 def block_codes(blocks: np.ndarray, axes: tuple[int, ...], floor: float):
-    """e4m3 codes of float32, and scales over `axes`, kept."""
+    """e4m3 codes of float32 blocks, and scales over `axes`, which keep size 1."""
     bad = ~np.isfinite(blocks).all(axis=axes, keepdims=True)
     blocks = np.where(bad, 0, blocks).astype(F32)
     amax = np.abs(blocks).max(axis=axes, keepdims=True)
@@ -40,7 +40,7 @@ def matrix_codes(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matrix_values(matrix: np.ndarray, name: str) -> np.ndarray:
-    """What the codes of one matrix [A, B] stand for."""
+    """One matrix [A, B], quantised and dequantised."""
     if name == "mxfp4":  # along the contracted dimension, A
         made = quantizer.quantize(np.ascontiguousarray(matrix.T), name)
         return quantizer.dequantize(*made, name).T.astype(np.float64)
@@ -50,14 +50,14 @@ def matrix_values(matrix: np.ndarray, name: str) -> np.ndarray:
 
 
 def cotangent_values(values: np.ndarray) -> np.ndarray:
-    """What cotangents become, per 128 of the last dimension."""
+    """Cotangents, quantised per 128 of the last dimension and dequantised."""
     blocks = values.astype(F32).reshape(len(values), -1, 128)
     codes, scales = block_codes(blocks, (2,), FLOOR)
     return (codes.astype(np.float64) * scales).reshape(values.shape)
 
 
 def row_values(values: np.ndarray, name: str) -> np.ndarray:
-    """What rows become in a format, float64."""
+    """Rows, quantised in a format and dequantised, in float64."""
     made = quantizer.quantize(values.astype(F32), name)
     return quantizer.dequantize(*made, name).astype(np.float64)
 
@@ -68,7 +68,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Activation:
-    """A function of gate and up with its derivatives, of any arrays."""
+    """A function of gate and up, and its derivatives, for any arrays."""
 
     of: Any
     to_gate: Any
@@ -76,7 +76,7 @@ class Activation:
 
 
 def sigmoid(x: Any) -> Any:
-    """Without an overflow, however large x is."""
+    """Does not overflow, however large x is."""
     return np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))
 
 
@@ -89,7 +89,7 @@ SWIGLU = Activation(
 
 @dataclasses.dataclass
 class Result:
-    """Of all rows in groups; gradients by the cotangent `dy`."""
+    """Results for all rows of groups, and gradients for the cotangent `dy`."""
 
     y: np.ndarray
     h: np.ndarray
@@ -113,7 +113,7 @@ def experts(
     biases: Any = (None, None, None),
     activation: Activation = SWIGLU,
 ) -> Result:
-    """All steps, group by group; row_format None keeps rows, and h in bfloat16."""
+    """All steps by group; row_format None keeps rows unquantised and h in bfloat16."""
     count, (groups, hidden, _, inner) = sum(sizes), gate_up.shape
     out = Result(np.zeros((count, hidden)), np.zeros((count, inner)))
     if dy is not None:
@@ -157,7 +157,7 @@ def experts(
 
 
 def distance(got: Any, want: Any) -> float:
-    """The norm of the difference over that of `want`."""
+    """The norm of the difference, divided by that of `want`."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert np.isfinite(got).all()
     assert np.any(want)
@@ -181,7 +181,7 @@ def operands(sizes: Any, hidden: int, inner: int, count: int, seed: int = 0):
 
 
 def dispatched(rows: Any, sizes: Any, name: str = "bf16", dtype: str = "float32"):
-    """A Dispatched with these rows, as if they had come so; no route.
+    """A Dispatched of these rows, as if they had been dispatched; without a route.
 
     Rows of a quantised format are encoded in NumPy.
     """
@@ -192,7 +192,7 @@ def dispatched(rows: Any, sizes: Any, name: str = "bf16", dtype: str = "float32"
         port = np.zeros(np.shape(rows), dtype)
         rows, scales = quantizer.quantize(rows, name)
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    # Any, because neither route nor weights are read by experts.
+    # Experts read neither the route nor the weights, so None can stand for any type.
     none: Any = None
     return jax_ep.Dispatched(
         tokens=rows if scales is not None else np.asarray(rows).astype(dtype),

@@ -1,8 +1,8 @@
-"""A lock on each GPU, for processes that run tests on the same ones.
+"""A lock on each GPU, for processes that run tests on the same GPUs.
 
 A GPU runs one process at a time, for milliseconds, and a kernel that waits for another
-GPU's may take all of its time. So a process holds a lock on each of its GPUs while it
-runs a test, but not while JAX traces and compiles: that is most of a test's time.
+GPU may use up its time slices. So a process holds a lock on each of its GPUs while it
+runs a test, but not while JAX traces and compiles, which takes most of a test's time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Both ends of tracing, of lowering and of compiling are reported under it.
+# JAX reports the start and end of tracing, lowering and compiling under this prefix.
 COMPILING = "/jax/core/compile/"
 
 
 class GpuLock:
-    """Of all of a process's threads, on several GPUs: `files` has one for each."""
+    """One process's lock, for all its threads; `files` has one file per GPU."""
 
     def __init__(self, files: list[pathlib.Path]) -> None:
-        # In one order, so that no two wait for each other.
+        # Sorted, so that no two processes wait for each other.
         flags = os.O_RDWR | os.O_CREAT
         self._files = [os.open(file, flags, 0o600) for file in sorted(files)]
         self._mutex = threading.Lock()
@@ -78,9 +78,9 @@ class GpuLock:
 
 
 def warm_up() -> jax.Array:
-    """What a process does once, without the lock: starts the GPUs, and NCCL among them.
+    """Starts the GPUs and NCCL, which a process does once, without the lock.
 
-    Returns a sum over all of them.
+    Returns a sum over all GPUs.
     """
     devices = jax.devices()
     rows = NamedSharding(jax.make_mesh((len(devices),), ("gpu",)), PartitionSpec("gpu"))
@@ -89,11 +89,11 @@ def warm_up() -> jax.Array:
 
 
 def of_environment() -> GpuLock | None:
-    """The lock that JAX_EP_TEST_GPU_LOCKS asks for: the folder of its files.
+    """The lock whose files are in the folder JAX_EP_TEST_GPU_LOCKS; None if not set.
 
     Processes that a test starts take no lock: they may wait for each other, and what
-    some of them measure must not include a wait for a lock. Either the test keeps its
-    own for them, by `for_processes`, or it has none from then on.
+    some of them measure must not include a wait for a lock. The test either keeps its
+    own lock for them, with `for_processes`, or gives it up when it starts them.
     """
     folder = os.environ.pop("JAX_EP_TEST_GPU_LOCKS", None)
     if folder is None:
@@ -114,9 +114,9 @@ _KEPT = contextvars.ContextVar("kept", default=False)
 
 @contextlib.contextmanager
 def for_processes() -> Generator[None]:
-    """The test's lock, if it has one, is also for the processes that it starts in here.
+    """Keeps the test's lock, if it has one, while processes that it starts run.
 
-    Nobody of its group is at the GPUs until they have ended.
+    No other process that takes the lock uses the GPUs until they have ended.
     """
     token = _KEPT.set(True)
     try:

@@ -19,7 +19,7 @@ from workers.processes_worker import named
 
 TIMEOUT_S = 100
 SLACK_S = 5.0
-# The test's own process holds a part of the same GPUs.
+# The test's own process holds part of the same GPUs' memory.
 ENVIRONMENT = {
     "JAX_EP_TEST_TRANSPORT": "p2p",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
@@ -37,7 +37,7 @@ def start(
     dying: tuple[int, ...] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> list[Ended]:
-    """`own`: each process sees its GPUs alone, as under many schedulers."""
+    """With `own`, each process sees only its own GPUs, as under many schedulers."""
     environment, each = ENVIRONMENT, None
     if shares_one():
         environment = ENVIRONMENT | jobs.one_gpu((visible() or ["0"])[0])
@@ -56,12 +56,12 @@ def start(
 
 
 def shares_one() -> bool:
-    """Whether all ranks have the same GPU."""
+    """Whether all ranks share one GPU."""
     return helpers.some_ranks(2) == 1 and gpus.ONE_GPU in os.environ
 
 
 def rank_count() -> int:
-    """Of a job with a process for each rank."""
+    """How many ranks a job with one process per rank has."""
     if shares_one():
         return 4
     count = helpers.some_ranks(4)
@@ -83,7 +83,7 @@ def check_process_that_is_killed(folder: pathlib.Path) -> None:
             assert "timed out" in failure["error"], failure
             assert failure["seconds"] < CALL_TIMEOUT_S + SLACK_S
             errors.append(named(failure["error"]))
-    # Others may have waited for ranks that waited for the dead one.
+    # The others may have waited for ranks that waited for the dead one.
     assert any(awaited == dead for _, awaited in errors), errors
 
 
@@ -105,8 +105,9 @@ def check_process_that_raises(folder: pathlib.Path, own: bool) -> None:
 def require(ranks_per_node: int = 0) -> None:
     """Skips where shmem, an extra, or its kernels between forced nodes cannot run.
 
-    That is for want of GPUs or of NVIDIA's libraries, now or when this was built; a
-    suite's record counts each reason, and .ci/run compiles and links the kernels.
+    Either GPUs or NVIDIA's libraries are missing, or the libraries were missing when
+    this was built. A suite's record counts each reason, and .ci/run compiles and links
+    the kernels.
     """
     _, lacking = nvshmem.Heap().load()
     if lacking is not None:

@@ -1,6 +1,6 @@
 """GPUs as the driver sees them, and tests' worker processes. Also used by soak.py.
 
-The driver is asked by ctypes, so that no answer comes from the code under test.
+ctypes calls the driver, so that no answer comes from the code under test.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ONE_GPU = "JAX_EP_TEST_ONE_GPU"
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
 
-# Older JAX has no compute_on that takes a function; that jax_ep then refuses is tested
-# by test_aside.py, with any JAX.
+# Older JAX has no compute_on that takes a function. test_aside.py checks with any JAX
+# that jax_ep refuses then.
 needs_stream = pytest.mark.skipif(
     jax.__version_info__ < p2p.STREAM_SINCE,
     reason="this JAX puts no custom call on the stream of collectives",
@@ -32,17 +32,17 @@ needs_stream = pytest.mark.skipif(
 
 
 def require_stream(overlap: str, transport: str = "p2p") -> None:
-    """Skips as `needs_stream` does, where a transport's calls need it."""
+    """Skips as `needs_stream` does, if the transport's calls need it."""
     if overlap == "stream" and transport != "collective" and needs_stream.args[0]:
         pytest.skip(needs_stream.kwargs["reason"])
 
 
 def share_one(process: int) -> None:
-    """With JAX_EP_TEST_ONE_GPU: this and other processes may have the same GPU.
+    """With JAX_EP_TEST_ONE_GPU, lets this process share its GPU with others.
 
-    `init` refuses that, since ranks would wait for each other's turns; it knows GPUs
-    by their UUIDs, and goes on where the driver tells none. NCCL refuses it for the
-    ranks of a host.
+    `init` refuses that, since ranks would wait for each other's time slices. It tells
+    GPUs apart by their UUIDs, and goes on if the driver gives none. NCCL refuses
+    ranks of one host that share a GPU.
     """
     if ONE_GPU in os.environ:
         ffi.native_cuda.device_uuid = lambda ordinal: ""
@@ -62,7 +62,7 @@ def _succeed(code: int) -> None:
 
 @contextlib.contextmanager
 def _context(driver: ctypes.CDLL, ordinal: int) -> Iterator[None]:
-    """Makes the primary context of a device current, as JAX has it."""
+    """Makes the primary context of a device current, which JAX uses, too."""
     context, popped = ctypes.c_void_p(), ctypes.c_void_p()
     _succeed(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
     _succeed(driver.cuCtxPushCurrent_v2(context))
@@ -74,7 +74,7 @@ def _context(driver: ctypes.CDLL, ordinal: int) -> Iterator[None]:
 
 
 def free_bytes(ordinal: int) -> int:
-    """Free memory of a GPU, of all processes together."""
+    """Free memory of a GPU, whichever processes use the rest."""
     driver = _driver()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     with _context(driver, ordinal):
@@ -83,7 +83,7 @@ def free_bytes(ordinal: int) -> int:
 
 
 def why_no_p2p(devices: Iterable[jax.Device]) -> str | None:
-    """What these devices of this process lack for transport p2p; None: nothing."""
+    """What these devices of this process lack for transport p2p, or None."""
     devices = list(devices)
     if any(device.platform != "gpu" for device in devices):
         return "p2p needs GPUs"
@@ -106,14 +106,14 @@ def why_no_p2p(devices: Iterable[jax.Device]) -> str | None:
 
 
 def launches() -> list[int] | None:
-    """Calls that were captured, and not, in this process; None: only CPUs have them."""
+    """Counts of this process's captured and streamed calls; None without GPUs."""
     if jax.default_backend() != "gpu":
         return None
     return list(loader.cuda.launch_counts())
 
 
 def assert_captured(counts: list[int], calls: int) -> None:
-    """Of so many runs of a program with several calls all but a few were replays."""
+    """Of `calls` calls, all but a few were captured in graphs."""
     captured, streamed = counts
     assert captured > 0, counts
     # A program may run once before it is captured, on each of up to 8 devices.
@@ -121,10 +121,10 @@ def assert_captured(counts: list[int], calls: int) -> None:
 
 
 def run_worker(script: str, *args: str, timeout: float, **env: str) -> dict:
-    """Runs a file of workers/ in a process of its own; its last line is JSON.
+    """Runs a file of workers/ in its own process; its last line is JSON.
 
-    A hang or a crash then fails one test and leaves the session alone. The session's
-    own process may hold most of the GPUs' memory: the worker takes what it needs.
+    A hang or a crash then fails only one test. The session's own process may hold most
+    of the GPUs' memory, so the worker takes only what it needs.
     """
     with gpu_lock.for_processes():
         done = run_to_end(
@@ -136,5 +136,5 @@ def run_worker(script: str, *args: str, timeout: float, **env: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Graphs from one node up, so that the custom calls are captured.
+# Makes graphs of a single node, too, so that the custom calls are captured.
 CAPTURE = "--xla_gpu_graph_min_graph_size=1"

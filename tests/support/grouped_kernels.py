@@ -1,4 +1,4 @@
-"""The kernels for Hopper in plain JAX, so that CPUs run what is made of them."""
+"""Stand-ins in plain JAX for the Hopper kernels, so that CPUs can run their callers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jax_ep._experts import kernels, quantized, select
 from jax_ep._experts.kernels import Codes
 from jax_ep._layers import layer
 
-H, F = 128, 128  # of tests' matrices
+H, F = 128, 128  # sizes of the tests' matrices
 BLOCK = kernels.BLOCK
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes this for a Hopper GPU, to lower for one."""
+    """Pretends that the device is a Hopper GPU, so that tests can lower for one."""
     monkeypatch.setattr(select, "device_obstacle", lambda *_: None)
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has experts run by these; skips on GPUs, which may have the kernels.
+    """Makes experts use the stand-ins; skips on GPUs, which may have the kernels.
 
-    Returns a list that gets the name of each one that a trace takes.
+    Returns a list that collects the names of the stand-ins that traces call.
     """
     if jax.default_backend() != "cpu":
         pytest.skip("the kernels may be real here")
@@ -38,7 +38,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     taken: list[str] = []
     for stand_in in STAND_INS:
         name = stand_in.__name__
-        # As the true ones are called.
+        # Each stand-in takes the same arguments as its kernel.
         assert list(inspect.signature(getattr(kernels, name)).parameters) == list(
             inspect.signature(stand_in).parameters
         )
@@ -47,9 +47,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def weighed(cases: list[Any], large: list[Any]) -> list[Any]:
-    """Cases of kernels as parameters: all on GPUs, `large` ones there alone.
+    """Cases of kernels as parameters: all on GPUs, and `large` ones only there.
 
-    On CPUs the stand-ins compute them, for which one case is as good as any.
+    On CPUs the stand-ins compute them, for which any one case will do.
     """
     thorough, on_gpu = pytest.mark.thorough, pytest.mark.gpu
     return [
@@ -61,7 +61,7 @@ def weighed(cases: list[Any], large: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Layers by the stand-ins of kernels; the names of those that traces take."""
+    """Makes layers use the stand-ins; yields the names of those that traces call."""
     _forget_layers()
     yield fake(monkeypatch)
     _forget_layers()
@@ -69,7 +69,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def _forget_layers() -> None:
-    """Programs of layers are kept for equal layers."""
+    """Drops cached programs, which equal layers would share."""
     jax_ep.close_shared_handles()
     layer._quantizer.cache_clear()
     layer._preparer.cache_clear()
@@ -77,7 +77,7 @@ def _forget_layers() -> None:
 
 @pytest.fixture(params=["reference", "kernels"])
 def either_operations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """fp8 experts by the reference, or by the stand-ins of kernels."""
+    """Runs fp8 experts by the reference and by the kernels' stand-ins."""
     if request.param == "reference":
         yield
         return
@@ -103,14 +103,14 @@ def skip_without_hopper() -> None:
 
 
 def group_masks(sizes: jax.Array, count: int) -> jax.Array:
-    """Bool `[L, count]`: whether each row is of each group."""
+    """Bool `[L, count]`: whether each row is in each group."""
     ends = jnp.cumsum(sizes)
     index = jnp.arange(count)
     return (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
 
 
 def product(left: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Rows `[N, A]` by `[L, A, B]` in float32; NaN where there is no group."""
+    """Rows `[N, A]` times `[L, A, B]` in float32; NaN for rows outside all groups."""
     left, matrices = left.astype(jnp.float32), matrices.astype(jnp.float32)
     out = jnp.full((left.shape[0], matrices.shape[2]), jnp.nan) + 0 * _zero(left)
     for own, matrix in zip(group_masks(sizes, len(left)), matrices, strict=True):
@@ -119,7 +119,7 @@ def product(left: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array
 
 
 def _zero(like: jax.Array) -> jax.Array:
-    """A zero that varies as `like`, of which no value matters."""
+    """A zero that varies over the same mesh axes as `like`."""
     return jnp.zeros_like(like, shape=(1, 1))
 
 
@@ -140,7 +140,7 @@ def gate_up(rows, matrices, sizes, keep):
 
 
 def swiglu_back(to_h: jax.Array, both: jax.Array) -> jax.Array:
-    """Cotangents of gate and up in float32, by JAX's own derivative."""
+    """Cotangents of gate and up in float32, from JAX's own derivative."""
     gate, up = (each.astype(jnp.float32) for each in (both[:, 0], both[:, 1]))
     _, back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
     return jnp.stack(back(to_h), 1)
@@ -202,7 +202,7 @@ def code_down_back(cotangents, matrices, scales, both, sizes):
 
 
 def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
-    """Float32 `[L, A, sides * B]` of what `four_bits.tiles` made."""
+    """The values of tiles that `four_bits.tiles` made, float32 `[L, A, sides * B]`."""
     groups, across, steps, _ = tiles.shape
     codes = tiles[..., :2048].reshape(groups, across, steps, 4, 8, 4, 2, 2, 2, 2)
     halves = codes[..., 0] | codes[..., 1].astype(jnp.uint16) << 8
@@ -211,7 +211,7 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
         for rest, sign in ((6, 15), (3, 11), (0, 9), (12, 10))
     ]
     nibbles = jnp.stack(nibbles, -1)
-    # pair, r, q, odd, half, j, i to q, i, j, pair, odd, half, r.
+    # Dimensions pair, r, q, odd, half, j, i become q, i, j, pair, odd, half, r.
     order = (5, 9, 8, 3, 6, 7, 4)
     nibbles = jnp.transpose(nibbles, (0, 1, 2, *order))
     nibbles = nibbles.reshape(groups, across, steps, 32, 128)
@@ -248,7 +248,7 @@ def quantize_matrices(matrices):
 
 
 def _in_groups(values, sizes, otherwise):
-    """Rows past the groups are whatever the memory held."""
+    """Sets rows past the groups to `otherwise`, as kernels leave memory there as is."""
     real = jnp.arange(len(values)) < jnp.sum(jnp.maximum(sizes, 0))
     return jnp.where(real[:, None], values, jnp.asarray(otherwise, values.dtype))
 

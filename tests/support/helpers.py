@@ -1,7 +1,7 @@
 """What the semantics tests share: meshes, inputs, runs of all ranks, bitwise checks.
 
-Arrays of all ranks are lists in mesh order; on devices they are stacked on dim 0. Works
-unchanged where only some of the ranks are of this process.
+Arrays of all ranks are lists in mesh order; on devices they are stacked on dim 0. All
+of it also works if only some of the ranks belong to this process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from support import oracle
 TRANSPORT = os.environ.get("JAX_EP_TEST_TRANSPORT", "collective")
 # Whether multiprocess_plugin.py runs the tests in several processes at once.
 IN_PROCESSES = "JAX_EP_TEST_PROCESSES" in os.environ
-# Of a config whose handle runs calls in halves.
+# Fields of a config whose handle runs calls in halves.
 HALVES = {"pending_calls": 2}
-# Forced nodes, of transport shmem.
+# Ranks per forced node of transport shmem.
 NODE = os.environ.get("JAX_EP_TEST_RANKS_PER_NODE")
 NO_EXPERT, INT_MIN, INT_MAX = -1, -(2**31), 2**31 - 1
 
@@ -68,15 +68,15 @@ def some_ranks(limit: int) -> int:
 def launching(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """What threads hold while they launch programs: on CPUs a lock.
 
-    XLA may otherwise start a program on some devices alone (docs/sharp_bits.md, "CPU
-    devices"). What has been launched runs side by side all the same.
+    XLA may otherwise start a program on only some devices (docs/sharp_bits.md, "CPU
+    devices"). Programs that have been launched still run side by side.
     """
     on_cpus = mesh.devices.flat[0].platform == "cpu"
     return threading.Lock() if on_cpus else contextlib.nullcontext()
 
 
 def fit(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of a mesh by axis name, the largest halved until there are devices."""
+    """Sizes of a mesh by axis name, the largest halved until the devices suffice."""
     fitted = dict(sizes)
     while np.prod(list(fitted.values())) > jax.device_count():
         largest = max(fitted, key=lambda name: fitted[name])
@@ -96,18 +96,18 @@ def make_config(**changes: Any) -> jax_ep.EPConfig:
 
 
 def on_nodes() -> dict[str, int]:
-    """What forces nodes in a configuration, where the suite is to have any."""
+    """The field of a configuration that forces nodes, if the suite runs with any."""
     return {"ranks_per_node": int(NODE)} if NODE else {}
 
 
 def init(mesh: Mesh, **changes: Any) -> Any:
-    """A handle of the caller's own, over axis "ep" of `mesh`."""
+    """A handle over axis "ep" of `mesh` that no other test shares."""
     return make_ep.__wrapped__(mesh, make_config(**changes))
 
 
 @functools.cache
 def make_ep(mesh: Mesh, config: jax_ep.EPConfig, axis: Any = "ep") -> Any:
-    """A handle that all tests of equal needs share, so that programs are shared too."""
+    """A handle that tests with equal arguments share, together with its programs."""
     if TRANSPORT == "shmem" and config.skip_a2a:
         pytest.skip("shmem has no skip_a2a")  # test_errors.py sees it refused
     return jax_ep.init(mesh, axis, config, transport=TRANSPORT)
@@ -217,7 +217,7 @@ def unstack(array: jax.Array, parts: int) -> dict[int, np.ndarray]:
 
 @functools.cache
 def dispatch_fn(ep: Any, mesh: Mesh, spec: P, check_vma: bool = True) -> Any:
-    """Compiled dispatch of all ranks: global operands to a whole global Dispatched."""
+    """Compiled dispatch of all ranks, from global operands to a global Dispatched."""
 
     def dispatch(tokens: Any, ids: Any, weights: Any) -> Any:
         return jax_ep.dispatch(ep, tokens, ids, weights)
@@ -263,7 +263,7 @@ def run_combine(
     residual: Sequence[np.ndarray] | None = None,
     spec: P | None = None,
 ) -> dict[int, np.ndarray]:
-    """Combine on all ranks: y by position."""
+    """Combine on all ranks; returns each y by its rank's position."""
     spec = P(tuple(mesh.axis_names)) if spec is None else spec
     operands = (
         put(mesh, rows, spec),
@@ -274,7 +274,7 @@ def run_combine(
 
 
 def assert_bits(actual: np.ndarray, expected: np.ndarray, what: str = "") -> None:
-    """Equal dtype, shape and bits (so NaNs by payload, zeros by sign)."""
+    """Equal dtype, shape and bits: also the payloads of NaNs and the signs of zeros."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what

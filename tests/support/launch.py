@@ -1,4 +1,4 @@
-"""Processes that tests start: one, or those of a jax.distributed job on this host."""
+"""Starts processes for tests: one, or those of a jax.distributed job on this host."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from support.worker_process import LIMIT, visible
 
 
 def command(worker: str, *args: str) -> list[str]:
-    """Runs a file of workers/, or another one by its whole path."""
+    """The command that runs a file of workers/, or another file by its full path."""
     return [sys.executable, str(WORKERS / worker), *args]
 
 
 def environment(**given: str) -> dict[str, str]:
-    """That of this process with `given`, in which workers find `support`."""
+    """This process's environment and `given`; workers can import `support` in it."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **given}
 
@@ -35,7 +35,7 @@ def run_to_end(
     env: Mapping[str, str] | None = None,
     cwd: pathlib.Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Whatever its exit status; the test fails if it takes more than `timeout` s."""
+    """Runs a command; the test fails only if it takes more than `timeout` s."""
     try:
         return subprocess.run(
             command,
@@ -52,7 +52,7 @@ def run_to_end(
 
 
 def shares(processes: int, devices: int) -> list[dict[str, str]]:
-    """Environments in which each process sees `devices` GPUs, its own, alone."""
+    """An environment for each process, in which it sees only its own `devices` GPUs."""
     gpus = visible() or [str(gpu) for gpu in range(processes * devices)]
     assert len(gpus) >= processes * devices, f"{processes} x {devices} of {gpus}"
     parts = [gpus[i * devices : (i + 1) * devices] for i in range(processes)]
@@ -61,7 +61,7 @@ def shares(processes: int, devices: int) -> list[dict[str, str]]:
 
 @dataclasses.dataclass
 class Ended:
-    """A process: its exit code (None: it was still running) and what it printed."""
+    """A process's exit code (None if it was still running) and what it printed."""
 
     code: int | None
     log: str
@@ -85,8 +85,8 @@ def launch(
 ) -> list[Ended]:
     """Runs `script port processes process *args` in each; all have ended afterwards.
 
-    Waits until all have, one has failed that is not in `dying`, or time is up. Workers
-    call `bound_life`, so that they end even where the tests were ended.
+    Waits until all have ended, one that is not in `dying` has failed, or time is up.
+    Workers call `bound_life`, so that they end even if the tests are killed.
     """
     port, started, shared = str(free_port()), [], shared or {}
     here = environment(**{LIMIT: str(timeout_s)})
@@ -106,7 +106,7 @@ def launch(
         while True:
             codes = [process.poll() for process in started]
             failed = any(c for i, c in enumerate(codes) if i not in dying)
-            # The others would wait for a failed one until XLA gives up on it.
+            # The others would wait for the failed process until XLA gives up.
             if None not in codes or failed or time.monotonic() > end:
                 break
             time.sleep(0.05)
@@ -119,7 +119,7 @@ def launch(
 
 
 def tails(ended: Sequence[Ended]) -> str:
-    """For messages of failed asserts."""
+    """The ends of all logs, for messages of failed asserts."""
     return "\n".join(
         f"--- process {i}, exit code {one.code}:\n{one.log[-3000:]}"
         for i, one in enumerate(ended)

@@ -1,4 +1,4 @@
-"""Rows as the layers' benchmark measures them."""
+"""Entries of rows that the layers' benchmark records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads that jax_ep.stats gathers, against counts on the host."""
+"""Compares loads that jax_ep.stats gathers with counts on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS, STEPS, ROWS = 8, 5, 24
 
 
 def make(seed=0, kind=AxisType.Auto, sizes=None):
-    """A handle of two EP groups, and the ids of some steps."""
+    """A mesh, a handle of two EP groups, and the ids of some steps."""
     mesh = helpers.make_mesh(sizes or {"dp": 2, "ep": 2}, kind=kind)
     config = helpers.make_config(num_experts=EXPERTS, recv_capacity=ROWS - 8)
     ep = helpers.make_ep(mesh, config)
@@ -26,7 +26,7 @@ def make(seed=0, kind=AxisType.Auto, sizes=None):
 
 
 def step(mesh, ep, tokens=None, load=None, check_vma=True, **options):
-    """A layer and update, with tokens and load over these axes; default: all."""
+    """A layer and `stats.update`; `tokens` and `load` are the axes to shard over."""
     tokens = tokens or mesh.axis_names
     at, out = P(tokens), P(load or tokens)
 
@@ -59,7 +59,7 @@ def placed(mesh, axes, *arrays):
 
 
 def check_numbers(kind, sizes=None):
-    """Also in a job of several processes, each of which calls this."""
+    """Checks all counts. In a job of several processes, each process calls this."""
     mesh, ep, ids = make(kind=kind, sizes=sizes)
     run, load = step(mesh, ep), stats.init(ep)
     outside = stats.init(ep)

@@ -1,7 +1,6 @@
-"""A layer shaped as MaxText's MoE, on its mesh axes, and the dense formula.
+"""A layer shaped like MaxText's MoE, on its mesh axes, and the dense formula.
 
-Written anew: the names of axes, the shapes and the options are MaxText's, the code is
-not.
+The axis names, the shapes and the options are MaxText's, but not the code.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import jax_ep
 from support import helpers, oracle
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
-BATCH = ("data", "fsdp", "expert")  # and the sequence over "context"
+BATCH = ("data", "fsdp", "expert")  # the sequence is sharded over "context"
 INPUTS = P(BATCH, "context", None)
 SPECS = {
     "gate": P(),
@@ -43,11 +42,11 @@ def make_mesh(**sizes: int) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The layer: what it does, and where.
+    """The layer, its mesh and its options.
 
     Attributes:
-        mesh: of all axes.
-        scatter: whether columns are scattered over "tensor" before the way back.
+        mesh: a mesh of all axes.
+        scatter: whether columns are scattered over "tensor" before the combine.
         options: further arguments of apply_experts.
     """
 
@@ -57,7 +56,7 @@ class Layer:
     check_vma: bool = True
 
     def experts(self, params: Mapping[str, Any], rows: Any, sizes: Any, expert_of: Any):
-        """MaxText's matmuls; with "tensor" above 1 the sums are partial ones."""
+        """MaxText's matmuls; with "tensor" above 1 they return partial sums."""
         biases = {
             name: params[f"{name}_bias"][expert_of]
             for name in ("wi_0", "wi_1", "wo")
@@ -67,13 +66,13 @@ class Layer:
         up = jax.lax.ragged_dot(rows, params["wi_1"], sizes) + biases.get("wi_1", 0)
         rows = jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["wo"], sizes)
         if "wo" in biases:
-            # Of one rank of "tensor" alone, as the sums are partial.
+            # As the sums are partial, only one rank of "tensor" adds the bias.
             first = jax.lax.axis_index("tensor") == 0
             rows = rows + jnp.where(first, biases["wo"], 0)
         return rows
 
     def gathered(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's experts, without the split over "fsdp"."""
+        """This rank's experts, gathered over "fsdp"."""
         dims = {"wi_0": 1, "wi_1": 1, "wo": 2}
         gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
         return dict(params) | {n: gather(params[n], axis=d) for n, d in dims.items()}
@@ -114,7 +113,7 @@ class Layer:
 
 
 def lines_of_the_swap() -> int:
-    """Lines of the function that stands in place of MaxText's own exchange."""
+    """How many lines the function has that replaces MaxText's own exchange."""
     lines = inspect.getsource(Layer.swapped).splitlines()
     return len([line for line in lines[1:] if line.strip()])
 
@@ -162,7 +161,7 @@ def make_inputs(seed: int = 1, leading: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def placed(mesh: Mesh, inputs: Any, params: Any, leading: Any = ()) -> Any:
-    """Both as global arrays where the layer wants them."""
+    """Both as global arrays, sharded as the layer expects."""
 
     def put(value: Any, spec: P) -> Any:
         return jax.device_put(value, NamedSharding(mesh, P(*leading, *spec)))
@@ -171,11 +170,11 @@ def placed(mesh: Mesh, inputs: Any, params: Any, leading: Any = ()) -> Any:
 
 
 def kept_rows(mesh: Mesh, ids: np.ndarray, config: Any) -> np.ndarray:
-    """float32 like `ids` `[batch, sequence, K]`: 0 for rows that find no place."""
+    """1 or 0 for each of `ids` `[batch, sequence, K]`: 0 if the row is dropped."""
     sizes = [mesh.shape[axis] for axis in (*BATCH, "context")]
     data, fsdp, expert, context = sizes
     ranks = ids.reshape(data, fsdp, expert, -1, context, SEQUENCE // context, TOP_K)
-    # One group for each place on the other axes; its tokens as each rank has them.
+    # One group for each position on the other axes; each rank's tokens in order.
     groups = np.moveaxis(ranks, (0, 1, 4, 2), (0, 1, 2, 3))
     kept = np.zeros(groups.shape, np.float32)
     for at in np.ndindex(data, fsdp, context):

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers
 
-ATOL = 2e-4  # Gradients in float32 against the dense formula.
+ATOL = 2e-4  # for float32 gradients against the dense formula
 
 
 @dataclasses.dataclass
 class Setup:
-    """A handle, and operands as whole NumPy arrays of all ranks."""
+    """A handle, and all ranks' operands as NumPy arrays."""
 
     mesh: Mesh
     ep: Any
@@ -38,7 +38,7 @@ class Setup:
 
 
 def setup(seed: int = 0, ranks: int | None = None, **changes: Any) -> Setup:
-    """A float32 layer over the most devices up to four that there are."""
+    """A float32 layer, by default over up to four devices."""
     mesh = helpers.make_mesh(ranks or helpers.some_ranks(4))
     config = helpers.make_config(**({"dtype": "float32"} | changes))
     ep = helpers.make_ep(mesh, config)
@@ -98,18 +98,18 @@ def wave(y: Any) -> Any:
 
 
 def loss(mesh: Mesh, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """wave of the sharded layer, a function of (tokens, weights, params, ids)."""
+    """`wave` of the sharded layer, as a function of (tokens, weights, params, ids)."""
     run = sharded(mesh, fn, **options)
     return lambda x, w, p, ids: wave(run(x, ids, w, p))
 
 
 def dense_loss(x: Any, w: Any, p: Any, ids: Any) -> Any:
-    """What loss must equal."""
+    """What `loss` must equal."""
     return wave(dense(x, ids, w, p))
 
 
 def assert_close(actual: Any, expected: Any, atol: float = ATOL) -> None:
-    """Leaf by leaf within `atol`, and neither of them trivially zero."""
+    """Leaves are equal within `atol`, and none is trivially zero."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for got, want in pairs:
@@ -119,7 +119,7 @@ def assert_close(actual: Any, expected: Any, atol: float = ATOL) -> None:
 
 
 def check(s: Setup, fn: Callable[..., Any], reference: Callable[..., Any]) -> None:
-    """Value and gradients of `fn` equal those of `reference`, all of (x, w, p, ids)."""
+    """`fn` and `reference` of (x, w, p, ids) have equal values and gradients."""
     x, ids, w, p = s.global_arrays()
     grad = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     actual = jax.jit(grad(fn))(x, w, p, ids)
@@ -128,7 +128,7 @@ def check(s: Setup, fn: Callable[..., Any], reference: Callable[..., Any]) -> No
     assert_close(actual[1], expected[1])
 
 
-# What one exchange is in the text of a compiled program.
+# Matches one exchange in the text of a compiled program.
 _EXCHANGE = {
     "collective": r" all-to-all(?:-start)?\(",
     "p2p": r'custom_call_target="ep_(?:dispatch|combine)(?:_cached|_send)?"',
@@ -137,7 +137,7 @@ _EXCHANGE["shmem"] = _EXCHANGE["p2p"]
 
 
 def exchanges(compiled: Any) -> int:
-    """Exchanges in a compiled program."""
+    """How many exchanges a compiled program has."""
     return len(re.findall(_EXCHANGE[helpers.TRANSPORT], compiled.as_text()))
 
 

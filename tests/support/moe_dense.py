@@ -1,4 +1,4 @@
-"""The dense formula of a whole MoE layer, and parameters, for tests of the layers."""
+"""The dense formula and the parameters of a whole MoE layer, for tests of layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def params(
     bias: bool = False,
     expert_bias: bool = False,
 ) -> dict[str, Any]:
-    """Whole float32 arrays as `jax_ep.moe_ffn` names them."""
+    """Parameters of all experts in float32, named as `jax_ep.moe_ffn` names them."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, fan_in: int) -> np.ndarray:
@@ -45,13 +45,13 @@ def swiglu(gate: Any, up: Any) -> Any:
 
 
 def clipped(gate: Any, up: Any) -> Any:
-    """As of gpt-oss: a gate that is clipped, and up with one more."""
+    """Like gpt-oss's: the gate is clipped, and 1 is added to up."""
     gate = jnp.minimum(gate, 1.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
 def chosen_experts(scores: np.ndarray, router: Any, bias: Any, top_k: int):
-    """bool [n, E]: which experts each token takes, by loops in NumPy."""
+    """bool [n, E]: which experts each token chooses, by loops in NumPy."""
     wanted = np.asarray(scores, np.float64) + (0 if bias is None else bias)
     size = wanted.shape[1] // router.num_groups
     chosen = np.zeros(wanted.shape, bool)
@@ -75,9 +75,9 @@ def layer(
     kept: Any = True,
     activation: Any = swiglu,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(y, balance loss, z loss) of all tokens; `chosen` bool [n, E] is a constant.
+    """(y, balance loss, z loss) of all tokens.
 
-    So is `kept`, False for rows that were dropped.
+    `chosen`, bool [n, E], is a constant. So is `kept`, False for dropped rows.
     """
     logits = x @ params["router"]
     if router.score == "softmax":

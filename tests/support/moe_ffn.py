@@ -1,4 +1,4 @@
-"""How tests of the layers run jax_ep.moe_ffn over a mesh."""
+"""Runs jax_ep.moe_ffn over a mesh, for tests of the layers."""
 
 from __future__ import annotations
 

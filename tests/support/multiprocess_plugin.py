@@ -1,9 +1,9 @@
 """A plugin of pytest that runs tests in all processes of a jax.distributed job at once.
 
-`pytest -p support.multiprocess_plugin` in each process with JAX_EP_TEST_PROCESSES;
-tools/lockstep_run.py starts them. An array of several processes reads as a whole,
-each test begins in all processes together, and what it came to must be the same in all.
-A process leaves its findings as lines of JSON in JAX_EP_TEST_FOLDER.
+tools/lockstep_run.py starts `pytest -p support.multiprocess_plugin` in each process,
+with JAX_EP_TEST_PROCESSES. An array of several processes reads as a whole, each test
+begins in all processes together, and its outcome must be the same in all.
+A process writes its outcomes as lines of JSON in JAX_EP_TEST_FOLDER.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from jax._src.array import ArrayImpl  # tests alone read arrays of other processes
+from jax._src.array import ArrayImpl  # only tests read arrays of other processes
 
 from workers import multiprocess_worker
 from workers.windows_worker import client, leave
 
 BARRIER_MS = 300_000
-# gRPC's messages have an end.
+# gRPC's messages are limited in size.
 CHUNK = 1 << 20
 APART = 3  # exit status of a process that has lost the others
 _true_value: Any = ArrayImpl._value
@@ -42,22 +42,22 @@ class Apart(RuntimeError):
 
 
 class Together:
-    """The processes' exchange, step by step through the store of jax.distributed."""
+    """Exchanges values between processes, step by step, via jax.distributed's store."""
 
     def __init__(self, own: int, count: int) -> None:
         self.own, self.count, self.client = own, count, client()
-        self.last: dict[Any, str] = {}  # by processes what this one has said last
+        self.last: dict[Any, str] = {}  # this process's latest key, by processes
         self.begin("begin")
 
     def begin(self, place: str) -> None:
-        """Steps are counted from here, so that a test cannot read another's values."""
+        """Counts steps from here, so that a test cannot read another test's values."""
         self.place = place
         self.steps: dict[Any, Any] = collections.defaultdict(itertools.count)
 
     def exchange(
         self, value: bytes, processes: Collection[int] | None = None
     ) -> list[bytes]:
-        """The values of these processes, default all, which are at the same step."""
+        """The values that these processes, by default all, give at the same step."""
         who = tuple(sorted(processes or range(self.count)))
         folder = f"steps/{self.place}/{'-'.join(map(str, who))}"
         folder += f"/{next(self.steps[who])}"
@@ -70,7 +70,7 @@ class Together:
             parts = int(self._get(f"{folder}/{process}"))
             values = [self._get(f"{folder}/{process}/{i}") for i in range(parts)]
             found.append(b"".join(values))
-        # Who has come to this step has read the one before; or the store would grow.
+        # All processes at this step have read the previous one, so its key can go.
         if who in self.last:
             self.client.key_value_delete(self.last[who])
         self.last[who] = f"{folder}/{self.own}"
@@ -87,7 +87,7 @@ class Together:
 
 
 def whole(together: Together, array: Any) -> np.ndarray:
-    """All of an array, bit for bit: a gather by XLA may change the bits of NaNs."""
+    """A whole array, bit for bit, while a gather by XLA may change the bits of NaNs."""
     own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     data = [np.ascontiguousarray(shard.data) for shard in own]
     bounds = [
@@ -116,7 +116,7 @@ def whole(together: Together, array: Any) -> np.ndarray:
 
 
 def read_whole(together: Together) -> None:
-    """np.asarray of an array of several processes has all of it, in each of them."""
+    """Makes np.asarray return the whole of an array that spans several processes."""
 
     def value(array: Any) -> np.ndarray:
         array._check_if_deleted()
@@ -130,7 +130,7 @@ def read_whole(together: Together) -> None:
 
 
 class Plugin:
-    """Keeps the processes' tests together and writes down what they came to."""
+    """Keeps the processes' tests together and writes down their outcomes."""
 
     def __init__(self, together: Together, folder: pathlib.Path, first: int) -> None:
         self.together, self.first = together, first
@@ -143,7 +143,7 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Behind the test at which an earlier run ended."""
+        """Goes on after the test at which an earlier run ended."""
         self.number = {item.nodeid: i for i, item in enumerate(items)}
         assert len(self.number) == len(items)
         self.write(tests=len(items))
@@ -182,9 +182,10 @@ class Plugin:
         return result
 
     def agree(self, name: str, word: str = "") -> list[str]:
-        """The processes' words, where all are at the test `name`; else this one ends.
+        """The processes' words if all are at the test `name`; else this process ends.
 
-        Who has lost the others can read nothing of theirs, nor make calls with them.
+        A process that has lost the others can neither read their values nor make calls
+        with them.
         """
         try:
             found = self.together.exchange(json.dumps([name, word]).encode())
@@ -200,7 +201,7 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> NoReturn:
-        """Process 0 leaves last, and nobody waits for another's shutdown."""
+        """Process 0 leaves last, and no process waits for another's shutdown."""
         self.write(done=True)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -215,8 +216,8 @@ def pytest_configure(config: pytest.Config) -> None:
         multiprocess_worker.start(port, int(count), int(own), devices)
     together = Together(int(own), int(count))
     read_whole(together)
-    # The same examples everywhere, and none tried again after a failure, which another
-    # process may not have had.
+    # All processes draw the same examples, and none retries a failure, as another
+    # process may not have failed.
     hypothesis.settings.register_profile(
         "multiprocess",
         derandomize=True,
@@ -230,4 +231,4 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Plugin(together, folder, first), "multiprocess_tests")
 
 
-assert jax_ep  # imported first: it readies JAX's CPU pool
+assert jax_ep  # imported first, as it sets up JAX's CPU pool

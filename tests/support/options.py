@@ -1,4 +1,4 @@
-"""What tests of the options share: modes, their operands and their calls."""
+"""What the tests of options share: modes, their operands and their calls."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def split_combine(ep: Any, *args: Any, **keywords: Any) -> Any:
     return jax_ep.combine_wait(jax_ep.combine_async(ep, *args, **keywords))
 
 
-# A dispatch and a combine.
+# Each is a dispatch and a combine.
 WHOLE, SPLIT = (jax_ep.dispatch, jax_ep.combine), (split_dispatch, split_combine)
-# What skip_a2a, which sends nothing, refuses.
+# Options that skip_a2a refuses, as it sends nothing.
 _OF_SENDING = ("combine_dtype", "combine_format", "grad_format", "overlap")
 
 
 def changes(mode: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `given` in a mode, less those that it refuses."""
+    """The fields of `given` and of a mode, without those that the mode refuses."""
     made = given | MODES[mode]
     sends = not made.get("skip_a2a")
     return {k: v for k, v in made.items() if sends or k not in _OF_SENDING}
@@ -51,7 +51,7 @@ def changes(mode: str, given: dict[str, Any]) -> dict[str, Any]:
 def make_inputs(
     rng: np.random.Generator, config: Any, ranks: int, **options: Any
 ) -> helpers.Inputs:
-    """As helpers.make_inputs; with skip_a2a ranks of a world hold the same."""
+    """Like helpers.make_inputs; with skip_a2a all ranks of a world hold the same."""
     inputs = helpers.make_inputs(rng, config, ranks, **options)
     if not config.skip_a2a:
         return inputs
@@ -75,7 +75,7 @@ def combine_operands(
     fill: Callable[..., np.ndarray],
     columns: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None, list[np.ndarray] | None]:
-    """Rows, weights and residual of each rank; NaN where nothing may be read."""
+    """Rows, weights and residual of each rank; whatever must not be read is NaN."""
     dtype = oracle.DTYPES[config.dtype]
     columns = columns or config.hidden_size
     rows = [fill(rng, (len(o.src_info), columns), dtype) for o in outputs]

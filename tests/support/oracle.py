@@ -1,7 +1,7 @@
 """NumPy oracle of dispatch, combine and their gradients, written from the contract.
 
-It simulates all ranks of one EP group at once, knows nothing of jax_ep, and is what
-every semantics test compares with. `config` is anything with EPConfig's field names.
+It simulates all ranks of one EP group at once and knows nothing of jax_ep. Every
+semantics test compares with it. `config` is anything with EPConfig's field names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES: dict[str, np.dtype] = {
 
 
 class Row(NamedTuple):
-    """One (token, k) copy at an expert rank; `index >= N` means that it is dropped."""
+    """One (token, k) copy at an expert rank; it is dropped if `index >= N`."""
 
     index: int
     source: int
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class Placement:
-    """Where the rows of one expert rank lie, before anything is copied."""
+    """Where the rows of one expert rank go, before anything is copied."""
 
     rows: list[Row]
     row_offsets: np.ndarray
@@ -47,7 +47,7 @@ class Placement:
 
 @dataclasses.dataclass
 class RankOutput:
-    """What dispatch gives on one rank; fields are named as in the contract."""
+    """What dispatch returns on one rank; fields are named as in the contract."""
 
     tokens: np.ndarray
     row_offsets: np.ndarray
@@ -82,7 +82,7 @@ def capacity(config: Any, num_ranks: int) -> int:
 
 
 def shared_tokens(config: Any, rank: int, num_ranks: int, n: int) -> range:
-    """The tokens of `rank` that its shared expert has."""
+    """The tokens that the shared expert on `rank` computes."""
     if not config.fused_shared_expert:
         return range(0)
     if not config.skip_a2a:
@@ -180,9 +180,9 @@ def combine(
     residual: Sequence[np.ndarray] | None = None,
     wire: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """y of every rank, in the contract's arithmetic: float32, one rounding a step.
+    """y of every rank, in the contract's arithmetic: float32, one rounding per step.
 
-    With reduce="none" that is [n, K, H]. y has as many columns as expert_out.
+    With reduce="none" y is [n, K, H]. It has as many columns as expert_out.
 
     Args:
       config: EPConfig's fields.
@@ -224,7 +224,7 @@ def _finished(
     expert_out: Sequence[np.ndarray],
     residual: Sequence[np.ndarray] | None,
 ) -> list[np.ndarray]:
-    """Sums with the shared expert's rows, then the residual, rounded once."""
+    """Adds the shared expert's rows and then the residual, and rounds once."""
     for rank, placement in enumerate(place(config, ids)):
         for row in placement.kept:
             if row.k == SHARED:
@@ -243,7 +243,7 @@ def _combine_rows(
     residual: Sequence[np.ndarray] | None,
     seen: Callable[[np.ndarray], np.ndarray],
 ) -> list[np.ndarray]:
-    """combine where rows cross one by one; what was dropped crosses as zero."""
+    """`combine` if rows are sent one by one; dropped rows are sent as zeros."""
     hidden = expert_out[0].shape[1]
     with np.errstate(all="ignore"):
         crossed = [np.zeros((*np.shape(i), hidden), np.float32) for i in ids]
@@ -254,7 +254,7 @@ def _combine_rows(
                     continue
                 there[row.source][row.token, row.k] = True
                 if row.index < placement.capacity:
-                    # A sum of one term, so that -0 crosses as +0.
+                    # A sum of one term, so that -0 is sent as +0.
                     value = expert_out[rank][row.index].astype(np.float32) + 0
                     crossed[row.source][row.token, row.k] = seen(value) + 0
         if config.reduce == "none":
@@ -296,7 +296,7 @@ def combine_vjp(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """dE [N, H] and dw of every rank, in float64; zero wherever there is no row.
 
-    Weights are [N], with reduce="source" [n, K]; dy with reduce="none" is [n, K, H].
+    Weights are [N], or [n, K] with reduce="source". dy with reduce="none" is [n, K, H].
     """
     at_source = config.reduce == "source"
     d_rows = [np.zeros(np.shape(e)) for e in expert_out]

@@ -1,4 +1,4 @@
-"""Ways to make calls of p2p, whole and in halves, that tests compare with others."""
+"""Ways to make calls of p2p, whole and in halves, which tests compare."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pipelined(ep: Any, o: compare_transports.Operands) -> Any:
 
 
 def results(ep: Any, calls: Any, o: compare_transports.Operands) -> dict[str, Any]:
-    """Both calls and both backward passes, with NaN in all that may not be read."""
+    """Both calls and both backward passes; whatever must not be read is NaN."""
     dispatch, combine = calls
     config = ep.config
 
@@ -75,5 +75,5 @@ def results(ep: Any, calls: Any, o: compare_transports.Operands) -> dict[str, An
         dy = dy[:, None] * scale[None, :, None]
     d_rows, d_weights, d_residual = pull_combine(dy)
     dx, dw = pull_dispatch((rows, d_rows[:, 0].astype(jnp.float32)))
-    # Products with E are XLA's, whose order of sums may differ between programs.
+    # XLA computes products with E and may sum in another order in another program.
     return {"exact": (d, y, d_rows, d_residual, dx, dw), "near": d_weights}

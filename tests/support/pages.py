@@ -8,7 +8,7 @@ from support import ROOT
 
 
 def python_blocks(name, word=""):
-    """Those of a page that have `word`, in its order."""
+    """The Python blocks of a page that contain `word`, in order."""
     text = (ROOT / name).read_text()
     found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return [block for block in found if word in block]

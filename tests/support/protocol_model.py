@@ -1,11 +1,11 @@
 """Exhaustive interleaving model of the window protocol (xla_ffi/protocol/signals.h).
 
-Every rank runs its program of calls; the senders and placers of its workers take the
-items of a call's queues in order and execute one memory operation a step. `explore`
+Every rank runs its program of calls. The senders and placers of its workers take the
+items of a call's queues in order and execute one memory operation per step. `explore`
 visits every reachable state and says how executions can end. Memory is sequentially
-consistent here: the orders that weak memory needs are argued in
-docs/protocol.md and tested under ThreadSanitizer. `test_protocol_model.py` states which
-designs must hold and which must fail.
+consistent here; docs/protocol.md argues which orders weak memory needs, and they are
+tested under ThreadSanitizer. `test_protocol_model.py` states which designs must hold
+and which must fail.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Result:
     stuck: str = ""  # the waits of one deadlocked state
 
 
-# An item under way: (role that runs it, queue, index, next step).
+# A running item: (role that runs it, queue, index, next step).
 _Busy = tuple[int, int, int, int]
-# A rank: (call, items taken of each queue, what runs, sorted).
+# A rank: (call, items taken from each queue, running items in sorted order).
 _Rank = tuple[int, tuple[int, int, int], tuple[_Busy, ...]]
 _State = tuple[tuple[_Rank, ...], tuple[int, ...]]
 
-# The queues of each role, in the order in which it empties them. Roles have the numbers
-# of queues; where there are no placers, "senders" do all the work.
+# The queues of each role, in the order in which it empties them. Roles are numbered
+# like queues; where there are no placers, "senders" do all the work.
 _QUEUES = {
     "split": ((SEND,), (PLACE,)),
     "helping": ((SEND, PLACE), (PLACE,)),
@@ -70,14 +70,14 @@ def _crew(design: Design) -> tuple[int, int]:
     workers = design.workers
     if design.roles != "arrival":
         return (workers, workers)
-    # One that comes when another has left finds nothing: the last sender leaves both
-    # queues empty.
+    # A worker that comes after another has left finds no work: the last sender leaves
+    # both queues empty.
     senders = min(design.senders, workers)
     return (senders, workers - senders)
 
 
 def _may_leave(design: Design, idle: list[int]) -> bool:
-    """Whether the worker that returns the credits has left its queues."""
+    """Whether the worker that returns the credits is done with its queues."""
     crew = _crew(design)
     if design.leave == "first":
         return min(idle) > 0
@@ -118,9 +118,9 @@ def _settle(calls: tuple[Call, ...], design: Design, rank: _Rank) -> _Rank:
 def _goes_first(step: Step) -> bool:
     """Whether a state that offers the step needs no other branch.
 
-    Once possible it stays possible, and no other step tells whether it has been done
-    before or after it; but for a credit, which is beyond a limit all the more surely
-    the earlier it is given.
+    Once possible, the step stays possible, and no other step can tell whether it ran
+    before or after it. Giving a credit is an exception, but the earlier a credit is
+    given, the surer it is to exceed a limit.
     """
     if step.op is Op.AWAIT_MARK:
         return step.limit is None
@@ -130,7 +130,7 @@ def _goes_first(step: Step) -> bool:
 def _apply(
     step: Step, memory: tuple[int, ...], check_tag: bool
 ) -> tuple[int, ...] | Outcome | None:
-    """The memory after the step, how it fails, or None while it has to wait."""
+    """The memory after the step, how the step fails, or None while it must wait."""
     seen = memory[step.cell]
     if step.op is Op.AWAIT_MARK:
         if step.limit is not None and seen > step.limit:
@@ -165,7 +165,7 @@ def explore(
     """Visits every interleaving.
 
     Args:
-      programs: the calls of every rank, or one program a rank.
+      programs: the calls of every rank, or one program per rank.
       ranks: how many ranks.
       design: the protocol; that of signals.h by default.
       reduce: skip the orders of steps that commute with all others.

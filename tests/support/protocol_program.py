@@ -1,11 +1,10 @@
 """Programs and designs of the protocol model: what every rank does, step by step.
 
-A program is written "D C D>a D D<a": D and C are kinds of calls (dispatch, combine),
-`D>a` only sends and leaves the call pending under the name a, `D<a` places it (which is
-refused where it is not pending), and
-`D=7` is a fused call whose flags carry the tag 7. In `C~` this rank needs nothing and
-looks at no flag, in `C~02` at none of ranks 0 and 2; `C.` is a call without items.
-`protocol_model.explore` runs it.
+A program is written "D C D>a D D<a": D and C are kinds of calls (dispatch, combine).
+`D>a` only sends and leaves the call pending under the name a, and `D<a` places it,
+which is refused if it is not pending. `D=7` is a fused call whose flags carry the tag
+7. In `C~` this rank needs nothing and looks at no flag, in `C~02` at none of ranks 0
+and 2. `C.` is a call without items. `protocol_model.explore` runs programs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 TAGS = 16  # cells of flags and payloads hold epoch * TAGS + tag
 
-# The queues of a call. The last holds one item, for the worker that returns credits.
+# The queues of a call. The last holds one item: returning the credits.
 SEND, PLACE, LEAVE = range(3)
 
 
@@ -25,26 +24,26 @@ class Design:
     """The choices of the protocol. The defaults are what signals.h does."""
 
     depth: int = 1
-    turns: int | None = None  # regions that calls go round; all of them by default
-    # What becomes of the oldest pending call where a new one would leave no region:
-    # "" refuses, "return" gives its credits, "keep" forgets them.
+    turns: int | None = None  # regions that calls take in turn; all of them by default
+    # What happens to the oldest pending call if a new one would leave no free region:
+    # "" refuses the new call, "return" returns the old one's credits, "keep" does not.
     surplus: str = ""
-    workers: int = 1  # resident at a time, a rank
+    workers: int = 1  # per rank, resident at a time
     chunks: int = 1
-    route_items: int = 0  # the last to count posts counts, which every placer needs
+    route_items: int = 0  # the last one posts the counts, which every placer needs
     own: bool = False  # a rank sends to itself as well
-    # "split": a worker is a sender and a placer; "helping": a sender without items
-    # places; "send_first", "place_first": a worker does one thing at a time; "arrival":
-    # the first `senders` workers to come send first, the others place.
+    # "split": a worker is a sender and a placer at once; "helping": as "split", but a
+    # sender without items places; "send_first", "place_first": a worker does one thing
+    # at a time; "arrival": the first `senders` workers send first, the others place.
     roles: str = "split"
     senders: int = 1
     regions: str = "free"  # or "modulo": epoch % depth, pending or not
-    credits: str = "region"  # or "watermark": one word a peer; or "none"
-    early_credits: bool = True  # the credit of the epoch to be sent is no error
+    credits: str = "region"  # or "watermark": one word per peer; or "none"
+    early_credits: bool = True  # the credit for the epoch to be sent is no error
     empty_waits: bool = True  # a call without items waits for its credits
     publish: str = "after_payload"  # or "before_payload", "between_peers"
     # Who returns the credits: the "last" worker to leave, the "first", or the
-    # "senders" when they have nothing left to send.
+    # "senders" once they have nothing left to send.
     leave: str = "last"
     check_tag: bool = True
     ring: int | None = None  # chunk slots that are freed inside a call
@@ -56,7 +55,7 @@ class Op(enum.IntEnum):
     WRITE = 2
     READ = 3  # cell == value, or the data is wrong
     RAISE = 4  # cell = max(cell, value)
-    LAST = 5  # count up to value; all but the last end their item here
+    LAST = 5  # count up to value; every item but the last to count ends here
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class _Exchange:
     kind: str
     epoch: int
     region: int
-    previous: int  # the region's epoch before
+    previous: int  # the epoch that used the region before
     tag: int
     ignored: frozenset[int] = frozenset()  # ranks whose flags this one skips
 
@@ -207,7 +206,7 @@ def _ignored(name: str, ranks: int) -> frozenset[int]:
 def _give_up(
     design: Design, kind: str, pending: dict[tuple[str, str], _Exchange]
 ) -> Queue:
-    """What ends the oldest pending call, where calls of a kind fill all regions."""
+    """Gives up the oldest pending call if calls of a kind fill all regions."""
     own = [name for name in pending if name[0] == kind]
     if not design.surplus or len(own) < design.depth:
         return ()
@@ -218,7 +217,7 @@ def _give_up(
 def compile_program(
     design: Design, ranks: int, rank: int, program: str, cells: Cells
 ) -> tuple[Call, ...]:
-    """The items of every call. Regions are known here: ranks agree on them."""
+    """The items of every call. Regions are fixed here, as ranks agree on them."""
     last_sent: dict[tuple[str, int], int] = {}
     next_epoch: dict[str, int] = {}
     pending: dict[tuple[str, str], _Exchange] = {}

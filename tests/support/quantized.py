@@ -1,4 +1,4 @@
-"""Quantised calls and what NumPy makes of them."""
+"""Runs quantised calls and compares them with NumPy's results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def run(
     coded: bool = False,
     halves: bool = False,
 ) -> Any:
-    """Dispatch, and its rows dequantised, as global arrays.
+    """A dispatch and its dequantised rows, as global arrays.
 
-    With `coded` the tokens are quantised by NumPy and not by the dispatch.
+    With `coded`, NumPy quantises the tokens instead of the dispatch.
     """
 
     def body(tokens: Any, scales: Any, ids: Any, weights: Any) -> Any:
@@ -64,7 +64,7 @@ def codes_of(
 
 
 def expect(config: Any, inputs: helpers.Inputs, g: float) -> list[oracle.RankOutput]:
-    """The oracle's dispatch of NumPy's codes and scales; `scales` is one field more."""
+    """The oracle's dispatch of NumPy's codes; the added field `scales` has scales."""
     parts = []
     for rows in codes_of(config, inputs, g):
         unsigned = f"uint{8 * rows[0].dtype.itemsize}"
@@ -84,7 +84,7 @@ def expect(config: Any, inputs: helpers.Inputs, g: float) -> list[oracle.RankOut
 def check(
     mesh: Any, ep: Any, inputs: helpers.Inputs, g: float | None = None, **how: bool
 ) -> list[oracle.RankOutput]:
-    """Every output of a dispatch, `how` it is run; returns the expected ones."""
+    """Checks every output of a dispatch, run with `how`; returns the expected ones."""
     config, ranks = ep.config, ep.ep_size
     name = config.dispatch_format
     wanted = expect(config, inputs, g or 1.0)

@@ -1,4 +1,4 @@
-"""Gradients of quantised calls, as tests take them."""
+"""Gradients of quantised calls, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def handle(**changes: Any) -> tuple[Any, Any]:
 
 
 def pulled(mesh: Any, ep: Any, inputs: Any, ct: Any, ct_weights: Any) -> Any:
-    """Cotangents of tokens and weights for those of the rows and their weights."""
+    """Cotangents of tokens and weights, from those of the rows and their weights."""
 
     def rows(tokens: Any, weights: Any, ids: Any) -> Any:
         d = jax_ep.dispatch(ep, tokens, ids, weights)

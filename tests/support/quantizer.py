@@ -1,6 +1,6 @@
 """NumPy quantiser, written from the contract's section 5; knows nothing of jax_ep.
 
-Payloads of 4-bit formats are uint8, two codes a byte, the even element in the low
+Payloads of 4-bit formats are uint8 with two codes per byte, the even element in the low
 nibble. Scales of mx formats are float8_e8m0fnu.
 """
 
@@ -20,13 +20,13 @@ BLOCKS = {
     "nvfp4": 16,
 }
 FOUR_BITS = ("mxfp4", "nvfp4")
-TILED = ("mxfp8", "mxfp4", "nvfp4")  # formats whose scales may lie in tiles
+TILED = ("mxfp8", "mxfp4", "nvfp4")  # formats whose scales may be in tiles
 F32 = np.float32
 NAN_BITS = 0x7FC00000
 
 
 def codes_of(values: np.ndarray, dtype: np.dtype, largest: float) -> np.ndarray:
-    """Round to nearest even, saturating; NaN is 0x7F in e4m3 and 0 in e2m1."""
+    """Rounds to nearest even, saturating; NaN is 0x7F in e4m3 and 0 in e2m1."""
     nan = np.isnan(values)
     clamped = np.where(nan, 0, np.clip(values, -largest, largest))
     codes = clamped.astype(dtype).view(np.uint8)
@@ -34,12 +34,12 @@ def codes_of(values: np.ndarray, dtype: np.dtype, largest: float) -> np.ndarray:
 
 
 def packed(codes: np.ndarray) -> np.ndarray:
-    """Two 4-bit codes a byte."""
+    """Packs two 4-bit codes per byte."""
     return (codes[..., 0::2] & 0xF | (codes[..., 1::2] & 0xF) << 4).astype(np.uint8)
 
 
 def unpacked(payload: np.ndarray) -> np.ndarray:
-    """One 4-bit code a byte."""
+    """Unpacks to one 4-bit code per byte."""
     pairs = np.stack([payload & 0xF, payload >> 4], axis=-1)
     return pairs.reshape(*payload.shape[:-1], -1)
 
@@ -87,7 +87,7 @@ def quantize(
 def dequantize(
     payload: np.ndarray, scales: np.ndarray, name: str, input_scale: float = 1.0
 ) -> np.ndarray:
-    """The float32 values of codes and scales, every NaN the same positive quiet one."""
+    """The float32 values of codes and scales; NaNs are one positive quiet NaN."""
     four_bits = name in FOUR_BITS
     codes = unpacked(payload).view(E2M1) if four_bits else payload
     values = codes.astype(F32)
@@ -108,7 +108,7 @@ def dequantize(
 def tiled(
     scales: np.ndarray, row_offsets: np.ndarray, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scales `[N, columns]` of one byte in "tiled_128x4", and `scales_offsets`."""
+    """One-byte scales `[N, columns]` in layout "tiled_128x4", and `scales_offsets`."""
     rows, columns = scales.shape
     tiles = -(-(rows + 128 * groups) // 128)
     out = np.zeros((tiles, columns // 4, 32, 4, 4), np.uint8)
@@ -128,6 +128,6 @@ def tiled(
 
 
 def in_columns(scales: np.ndarray) -> np.ndarray:
-    """Scales `[N, blocks]` in "columns": a line per block, padded to 4."""
+    """Scales `[N, blocks]` in layout "columns": a line per block, padded to 4 rows."""
     padding = -len(scales) % 4
     return np.pad(scales, ((0, padding), (0, 0))).T

@@ -1,4 +1,4 @@
-"""A layer under jax.checkpoint, and the exchanges that its programs hold."""
+"""A layer under jax.checkpoint, and the exchanges in its programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support import moe
 
 
 def exchanges(fn, *args) -> int:
-    """Exchanges in the compiled program of `fn`."""
+    """How many exchanges the compiled program of `fn` has."""
     return moe.exchanges(jax.jit(fn).lower(*args).compile())
 
 

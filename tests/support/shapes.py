@@ -1,4 +1,4 @@
-"""Configurations that p2p runs beside collective, and how they are compared."""
+"""Configurations that run over both p2p and collective, and how they are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One configuration (changes of helpers.make_config) and what is run with it."""
+    """One configuration (changes to helpers.make_config) and what is run with it."""
 
     name: str
     config: dict = dataclasses.field(default_factory=dict)
@@ -36,7 +36,7 @@ class Case:
 
 
 def compare(case: Case) -> None:
-    """Fails where the bits of the two transports differ."""
+    """Fails if the results of the two transports differ in any bit."""
     mesh = compare_transports.p2p_mesh()
     config = helpers.make_config(**case.config)
     seed = zlib.crc32(case.name.encode())

@@ -1,4 +1,4 @@
-"""Benchmarks in their tiny form, and the records that they leave."""
+"""Benchmarks in their tiny form, and the records that they write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = helpers.some_ranks(2)
 
 
 def tiny(recorder, folder, *arguments):
-    """What a recorder has written in its tiny form, all of it right."""
+    """The record that a recorder writes in its tiny form, without a failure."""
     words = ["--tiny", "--results", str(folder), *arguments]
     if recorder is not grouped:
         words += ["--devices", str(RANKS)]
@@ -29,7 +29,7 @@ def written(folder):
 
 
 def rows_by(rows, *names):
-    """Rows by entries; none is there twice."""
+    """Rows by these entries, which must be unique."""
     found = {tuple(row.get(name) for name in names): row for row in rows}
     assert len(found) == len(rows)
     return found
@@ -39,7 +39,7 @@ TRACE = ["--trace"] * ON_CPU  # on GPUs copies need XLA's flags
 
 
 def unmeasured(record):
-    """What has no time, in one word; nothing is wrong, and no worker ended."""
+    """The names of rows without a time; the record has no problems or failures."""
     assert record["problems"] == overlap_report.failures(record) == []
     missing = [row for row in record["results"] if "us" not in row]
     return {row["beside"] or row["arrangement"] for row in missing}

@@ -1,4 +1,4 @@
-"""What processes that `launch` starts share: which GPUs are theirs, when they end."""
+"""For processes that `launch` starts: which GPUs they use, and when they end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LIMIT = "JAX_EP_TEST_LIMIT_S"
 
 
 def visible() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, as it names it; None where it is not set."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, as written; None if it is not set."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if named is None else [gpu for gpu in named.split(",") if gpu]
 
 
 def local_ids(process: int, devices: int) -> list[int] | None:
-    """Which of the visible GPUs are a process's own; None where it sees no others."""
+    """Which of the visible GPUs are a process's own; None if it sees only its own."""
     gpus = visible()
     if gpus is not None and len(gpus) == devices:
         return None
@@ -23,7 +23,7 @@ def local_ids(process: int, devices: int) -> list[int] | None:
 
 
 def bound_life() -> None:
-    """For a worker: the kernel ends it, whatever it hangs in, a little after `launch`.
+    """Has the kernel end a worker a little after `launch` would, whatever hangs.
 
     jax.distributed ignores SIGTERM.
     """

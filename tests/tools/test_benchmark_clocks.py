@@ -1,4 +1,4 @@
-"""What benchmarks/common/clocks.py makes of nvidia-smi's lines, with a fake one."""
+"""How benchmarks/common/clocks.py reads nvidia-smi's lines, with a fake nvidia-smi."""
 
 import time
 
@@ -18,7 +18,7 @@ LINES = (
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """Puts an nvidia-smi on the path that prints `lines` and goes on."""
+    """Puts an nvidia-smi on the path that prints `lines` and keeps running."""
 
     def make(*lines):
         told = tmp_path / "lines"

@@ -1,4 +1,4 @@
-"""tools/fuzz.py: what it records of either engine."""
+"""tools/fuzz.py: what it records with either engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tools import fuzz
 
-# Talks as libFuzzer does, and puts its finds where that puts them.
+# Prints what libFuzzer prints, and writes its finds to the same places.
 LIBFUZZER = """#!/bin/bash
 for word in "$@"; do [[ $word == -* ]] || folders+=("$word"); done
 if [[ " $* " == *" -merge=1 "* ]]; then
@@ -56,7 +56,7 @@ def test_libfuzzer(tmp_path, corpus) -> None:
         "inputs_found": 1,
         "merged": 2,
     }
-    # The corpus of the repository stays as it was.
+    # The repository's corpus has not changed.
     assert [path.name for path in (corpus / "some_fuzz").iterdir()] == ["given"]
 
 

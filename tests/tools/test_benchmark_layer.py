@@ -1,4 +1,4 @@
-"""What benchmarks/layers/layer.py rests on: layers that agree, errors that are seen."""
+"""The basis of benchmarks/layers/layer.py: layers agree, and errors are noticed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wide():
 
 
 def results(case, layer, *operands):
-    """What the layer returns with every gradient."""
+    """The layer's results with all gradients."""
     run = layer_cases.compiling(case, layer, *operands)["both"]()
     return run(case.tokens[0])
 
@@ -71,7 +71,7 @@ def ours(case):
 
 
 def dense_formula(case):
-    """y and gradients in float32, every expert on every token, on one device."""
+    """y and gradients in float32, with every expert on every token, on one device."""
     sizes = case.sizes
 
     def formula(tokens, params):
@@ -95,7 +95,7 @@ def test_ours_is_the_dense_formula(case, ours):
 
 
 def test_experts_in_fp8_are_the_dense_formula(wide):
-    """With codes that are an operand, and not with those of other weights."""
+    """Results are right with the weights' codes as an operand, and not with others."""
     codes = layer_cases.quantizing(wide)()
     halved = jax.tree.map(lambda x: x / 2 if x.dtype == jnp.float32 else x, codes)
     wanted, tolerance = dense_formula(wide), layer_cases.TOLERANCES["fp8_block128"]
@@ -106,7 +106,7 @@ def test_experts_in_fp8_are_the_dense_formula(wide):
         assert 0.001 < max(errors.values()) < tolerance
         wrong = layer_cases.errors(results(wide, layer, halved), wanted)
         assert wrong["y"] > tolerance
-        # A program's operands may be others than it was compiled with.
+        # A program may be called with other operands than it was compiled with.
         run = layer_cases.compiling(wide, layer, halved)["both"]()
         again = layer_cases.errors(run(wide.tokens[0], codes), wanted)
         assert again == pytest.approx(errors)
@@ -135,7 +135,7 @@ def test_experts_in_fp8_alone_are_those_in_bfloat16(wide):
 
 @pytest.mark.parametrize("microbatches", layer_cases.MICROBATCHES)
 def test_a_step_makes_codes_once(microbatches):
-    """And its time is that of all its calls; without codes it has calls alone."""
+    """A step's time includes all its calls; without codes it consists only of calls."""
     made, seen = iter(range(100)), []
 
     def run(tokens, *codes):
@@ -146,7 +146,7 @@ def test_a_step_makes_codes_once(microbatches):
     case = types.SimpleNamespace(tokens=["a", "b"])
     how = (microbatches, 0, 3)
     found = layer_cases.measure_step(case, run, lambda: next(made), *how)
-    # Two to begin with, and each repeat's.
+    # Two to warm up, and those of each repeat.
     assert [codes for _, codes in seen] == [
         step for step in range(2 + 3 * 2) for _ in range(microbatches)
     ]
@@ -167,7 +167,7 @@ def test_dense_layer_equals_ours_but_for_what_it_drops(case, ours, factor, monke
     found = results(case, layer_kinds.over_dense(SIZES))
     errors = layer_cases.errors(found, ours)
     dropped = np.asarray(found[0][1])
-    # What is by token is compared for tokens that lost nothing.
+    # Per-token results are compared for tokens without dropped rows.
     assert max(errors["y"], errors["d tokens"]) < 0.03
     if factor == 8:
         assert not dropped.any()
@@ -206,7 +206,7 @@ def test_padded_experts_equal_ragged_dot(case, ours):
 
 @pytest.mark.parametrize(("slow", "passes"), [(2, 2), (10, 1)])
 def test_the_fastest_way_of_multiplying_is_taken(case, slow, passes, monkeypatch):
-    """And a hopeless one is timed forward alone."""
+    """A hopelessly slow way is timed only in the forward pass."""
     rows, ms = [], {"padded": slow, "ragged_dot": 1.0}
     spec = {"matmul": {"mid": ["padded", "ragged_dot"]}, "take": None, "deadline": 0}
     worker = layer_worker.Worker(
@@ -231,7 +231,7 @@ def test_errors_are_seen(ours):
     found = layer_cases.errors(((y, dropped), (tokens, params | {"down": wrong})), ours)
     assert found.pop("d down") > 0.5
     assert max(found.values()) == 0
-    # Rows that both lose keep nothing from being compared.
+    # Rows that both drop do not prevent a comparison.
     fewer = dropped.at[0].set(True)
     same = ((y, fewer), (tokens, params))
     assert layer_cases.errors(same, same).keys() > found.keys()

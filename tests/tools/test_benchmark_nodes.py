@@ -1,4 +1,4 @@
-"""nodes.py: what it takes from its jobs of processes, what it refuses."""
+"""nodes.py: which results of its jobs it accepts, and which it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.calls import nodes
 
 
 class Job:
-    """Answers as processes do; every second start comes too late to be one."""
+    """Answers like processes; every second start is too late."""
 
     def __init__(self, seconds, right=True, differences=None) -> None:
         self.seconds, self.right, self.late = seconds, right, False
@@ -76,7 +76,7 @@ def test_a_slower_process_per_gpu_fails(tmp_path, monkeypatch) -> None:
 
 
 def test_ways_that_are_turned() -> None:
-    """Each transport in both kinds of processes; nodes that are none are left out."""
+    """Each transport runs in both kinds of processes; ways of a single node do not."""
     args = nodes.parse(["--ranks", "4"])
     assert next(iter(nodes.turns(args.ways))) == (f"p2p, {nodes.ONE}", "p2p")
     assert sum(len(ways) for ways in nodes.turns(args.ways)) == len(args.ways) == 6

@@ -1,4 +1,4 @@
-"""options_cost.py: what is wrong or missing is said, the rest shown."""
+"""options_cost.py reports what is wrong or missing and shows the rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def case():
 
 
 def test_wrong_results_are_seen(case, monkeypatch):
-    """Of the calls that are compared, and of those that are timed."""
+    """Wrong results are noticed in compared calls and in timed calls."""
     spec, made = case
     option = options_worker.Option(made, spec, "added", None)
     right, combine = [option.other], options_worker._CALLS["combine"]

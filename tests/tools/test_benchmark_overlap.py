@@ -1,4 +1,4 @@
-"""What overlap.py rests on: work that is done, results that are compared."""
+"""The basis of overlap.py: all work is done, and results are compared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def close(run):
 
 
 def uncopied(run):
-    """The step that one rank lacks: its row says that there are no all-to-alls."""
+    """The step that is missing with one rank, which has no all-to-alls."""
     return ["copies"] * (run.mesh.size == 1)
 
 
@@ -62,7 +62,7 @@ def opened():
 
 @pytest.mark.parametrize("name", ["elementwise", "ragged_dot"])
 def test_work_is_all_done(opened, name):
-    """A program's text has the work once a call, of the whole array."""
+    """A program's text has the work once per call, on the whole array."""
     run, _ = opened
     run.spec["beside"] = [name]
     (beside,) = run.besides()
@@ -76,7 +76,7 @@ def test_work_is_all_done(opened, name):
 
 
 def test_merged_work_is_seen() -> None:
-    """In the compiled text: XLA may do once what several calls ask for."""
+    """XLA may merge the work of several calls, which the compiled text shows."""
     lines = (
         "  %gemm.1 = (bf16[1,64,8]{2,1,0}, s8[32]{0}) custom-call(%a, %b), target=x",
         "  %of = bf16[8,64]{1,0} get-tuple-element(%gemm.1), index=0",
@@ -224,7 +224,7 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     flags = ["", copies, "", overlap.SCHEDULER]
     assert [spec["flags"] for _, spec, _ in calls[:4]] == flags
     assert len(written["results"]) == 4
-    # Made for each other: the flag says who copies, the option what is copied.
+    # Both belong together: the flag says who copies, the option what is copied.
     overlaps = ["sm", "copy", *["stream"] * 2]
     assert [spec.get("overlap") for _, spec, _ in calls[:4]] == overlaps
     assert [each["graphs"] for each in written["graphs"]] == [True, False]
@@ -232,7 +232,7 @@ def test_record_has_what_every_worker_wrote(tmp_path, monkeypatch, capsys):
     deadlines = [spec["deadline"] for _, spec, _ in calls]
     assert deadlines == sorted(deadlines)
     assert "100 (80%)" in capsys.readouterr().out
-    # Joined to what there is, a run that measured nothing has failed all the same.
+    # A run that measured nothing fails even if it is merged into a good record.
     monkeypatch.setattr(process, "start", lambda *_: ([], "worker killed"))
     arguments += ["--merge", str(path)]
     assert overlap.main(arguments) == 1

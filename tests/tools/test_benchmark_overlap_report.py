@@ -1,4 +1,4 @@
-"""What overlap.py makes of its rows: tables, verdicts, joined records."""
+"""What overlap.py computes from its rows: tables, verdicts, joined records."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def part(name, us):
     [(240.0, 1400.0, "30 (met)"), (241.0, 1400.0, "31 (missed)"), (300.0, 400.0, "90")],
 )
 def test_what_copies_leave_is_judged(exposed_us, beside_us, wanted):
-    """Beside what is shorter than the copies it is only shown."""
+    """Exposed copy time is judged only beside work that is longer than the copies."""
     results = [
         *(part("pack", 60.0), part("copies", 450.0), part("place", 150.0)),
         copied(exposed_us, beside_us=beside_us),
@@ -160,9 +160,9 @@ def test_two_batches_in_the_table():
 
 
 def test_runs_of_a_day_make_one_record():
-    """A later row takes a place, unless it has no time or the earlier one was wrong.
+    """A later row replaces one, unless it has no time or the earlier one was wrong.
 
-    Work that is measured no more is left out.
+    Rows of work that is no longer measured are left out.
     """
     lost = {key: v for key, v in row(0.0).items() if key != "us"} | {"error": "failed"}
     first = record(graphs=[])

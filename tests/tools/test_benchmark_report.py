@@ -1,4 +1,4 @@
-"""What records of benchmarks print, record and draw; most are of p2p.py."""
+"""What benchmarks print, record and draw; most tests are for p2p.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_summary_takes_right_rows_at_the_default_number_of_sms(capsys):
     assert (found["ragged_default_us"], found["ragged_best_us"]) == (900.0, 300.0)
     assert found["ragged_best"] == "decomposer"
     assert found["ragged"] == {"default": 900.0, "other": 500.0, "decomposer": 300.0}
-    # No way is told that there was no time to try.
+    # A way for which there was no time is not shown.
     (found,) = p2p_report.summary([*rows[:5], *rows[6:]])
     assert found["ragged"] == {"default": 900.0, "decomposer": 300.0}
     p2p_report.print_table(record(*rows))
@@ -192,7 +192,7 @@ def test_formats_are_compared_with_bfloat16(capsys):
 
 
 def test_nothing_sent_has_no_share_of_a_peak(capsys):
-    """As of one rank, whose peak is not measured either."""
+    """With one rank nothing is sent, and no peak is measured either."""
     sent = {"bytes": 0, "floor_us": None, "gb_s": 0.0, "of_peak": None}
     rows = [row(20.0, **sent), row(25.0, **sent, format="mxfp8")]
     mxfp8 = next(r for r in p2p_report.formats(rows) if r["format"] == "mxfp8")
@@ -217,7 +217,7 @@ def test_page_shows_formats_and_their_targets():
     plain = record(row(25.0), row(1.0, tokens=4096, format="fp8_block128"))
     text = performance_tables.targets(plain, data, generate.table)
     assert text.count("commit") == 2
-    # Of each format's own record.
+    # Each format's row is from its own record.
     assert "| dispatch | `bf16` | 128 | 1.0 | 28 | 20 | 25.0 | met |" in text
     assert "| `fp8_block128` | 4096 | 0.5 | 330 | 267 | 800.0 | missed |" in text
     assert "| `fp8_block128` | 128 |  | 22 | 14 |  | not recorded |" in text
@@ -235,7 +235,7 @@ def test_mark_names_a_record():
 
 
 def test_picture_holds_the_mark_of_its_record(tmp_path):
-    # An extra: only who draws the picture anew needs it.
+    # An extra, which only drawing the picture needs.
     pytest.importorskip("matplotlib")
     first = record(row(20.0))
     paths = [tmp_path / name for name in ("a.svg", "b.svg")]

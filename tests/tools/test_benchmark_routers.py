@@ -16,7 +16,7 @@ def rows_of(record):
 
 
 def with_times(record):
-    """As a GPU records it: by the kernel in a quarter of the time."""
+    """The record with times as from a GPU: the kernel takes a quarter of the time."""
     for row in record["results"]:
         plain = row["way"] == "plain"
         row |= {"us": 8.0 if plain else 2.0, "kernels": 5 if plain else 1}
@@ -49,7 +49,7 @@ def test_every_row(tmp_path):
 
 @pytest.mark.parametrize("what", ["ids", "weights", "gradient"])
 def test_wrong_results_are_seen(what, tmp_path, monkeypatch):
-    """Of one of the two ways."""
+    """Wrong results of either way are noticed."""
     true_program = routers.program
 
     def program(mesh, way, part, router):
@@ -72,7 +72,7 @@ def test_wrong_results_are_seen(what, tmp_path, monkeypatch):
 
 
 def test_without_times_it_fails(tmp_path, monkeypatch):
-    """Unless that was asked for."""
+    """Without times the run fails, unless it was told to go without."""
     monkeypatch.setattr(routers, "timed", lambda *_: {"untimed": "no profiler"})
     words = ["--tokens", "3", "--calls", "1", "--results", str(tmp_path)]
     assert routers.main(words) == 1
@@ -80,7 +80,7 @@ def test_without_times_it_fails(tmp_path, monkeypatch):
 
 
 def test_tokens_with_other_experts_are_left_out():
-    """Else a score that is a rounding apart would be all of the difference."""
+    """Otherwise scores that differ only by rounding would dominate the difference."""
     ids = np.tile(np.arange(8), (2000, 1))
     values = np.ones((2000, 256))
     other, apart = ids.copy(), values.copy()

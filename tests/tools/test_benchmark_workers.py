@@ -12,7 +12,7 @@ UNKNOWN = "--xla_of_no_version=true"
 
 
 def test_programs_are_found_in_the_current_folder(tmp_path, monkeypatch) -> None:
-    """As any path is, and not only on PATH."""
+    """A program's path may be relative to the current folder, not only on PATH."""
     program = tmp_path / "program"
     program.write_text('#!/bin/sh\necho "{\\"given\\": \\"$1\\"}"\n')
     program.chmod(0o755)
@@ -30,7 +30,7 @@ def test_flags_that_xla_knows() -> None:
 
 @pytest.mark.parametrize("flags", [UNKNOWN, "--xla_known=true"])
 def test_unknown_flags_are_no_problem(flags, monkeypatch, capsys) -> None:
-    """An experiment that this XLA lacks is left out; what it knows must run."""
+    """An experiment with flags that this XLA lacks is left out; others must run."""
     died = "worker ended with -6"
     monkeypatch.setattr(process, "start", lambda *_: ([], died))
     monkeypatch.setattr(process, "understood", lambda each: each != UNKNOWN)

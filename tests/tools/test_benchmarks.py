@@ -1,4 +1,4 @@
-"""What the numbers of p2p.py rest on: bytes, JAX's own path, the checks."""
+"""The basis of p2p.py's numbers: bytes, JAX's own path, the checks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_capacity_holds_the_fullest_rank_of_all_draws():
 
 
 def dense_rows(ids, tokens, ranks):
-    """Every rank's rows by expert, source, token and k, and the group sizes."""
+    """Every rank's rows, by expert, source, token and k in order, and group sizes."""
     local = EXPERTS // ranks
     flat = ids.reshape(-1)
     rows = [tokens[np.flatnonzero(flat == e) // TOP_K] for e in range(EXPERTS)]
@@ -177,7 +177,7 @@ def test_measured_transport_is_right_and_says_so(case, other):
         assert row["calls"] % SPEC["unrolled"] == 0
         assert 0 < row["us_least"] <= row["us"] <= row["us_most"]
         assert row["gb_s"] == row["bytes"] / row["us"] / 1e3
-        # One rank has nothing to send.
+        # A single rank sends nothing.
         assert row["of_peak"] == (row["floor_us"] / row["us"] or None)
 
 
@@ -187,7 +187,7 @@ def test_one_rank_sends_nothing():
     rows = p2p_transports.measure_transport(SPEC, case, other, "collective", None)
     other.ep.close()
     assert [row["bytes"] for row in rows] == [0, 0]
-    # As if of p2p, which CPUs cannot measure.
+    # Pretends that rows are p2p's, which CPUs cannot measure.
     rows = p2p_report.formats([row | {"transport": "p2p"} for row in rows])
     assert [(row["us_ratio"], row["recovered"]) for row in rows] == [(1.0, None)] * 2
 

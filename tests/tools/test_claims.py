@@ -1,4 +1,4 @@
-"""Figures in README.md and docs: those of docs/claims.py are their records'.
+"""Figures in README.md and docs/ that docs/claims.py lists equal those of records.
 
 Other figures with a unit say where they are from, or that they are recorded nowhere.
 """
@@ -20,7 +20,7 @@ SAID = re.compile(
     rf"{DATE}|not\s+recorded|not\s+measured|assum|\bseen\b|guess|fitted|comput"
     r"|by design|\btests\b|\baims?\b"
 )
-# A paragraph, an entry of a list or a row of a table.
+# A paragraph, a list entry or a table row.
 BLOCK = re.compile(r"^[ ]*\S.*(?:\n(?![ ]*(?:[*|]|$)).+)*", re.M)
 # Sections that say so of all their figures.
 SECTIONS = {
@@ -33,7 +33,7 @@ SECTIONS = {
     # The page begins with it.
     "docs/scale.md": ("Results", "How far to trust it", "What a rank allocates"),
 }
-# What follows from sizes and formulas, is an aim, or a default of others.
+# Figures that follow from sizes and formulas, are goals, or are defaults of others.
 GIVEN = {
     "docs/benchmarks.md": ("T = 128: 20 us, 14 in `fp8_block128`",),
     "docs/fp8.md": ("scales add 0.02% (6%)",),
@@ -54,7 +54,7 @@ def digits(figure: str) -> int:
 
 
 def section(text: str, at: int) -> tuple[str, str]:
-    """The heading above a place, and what lies between it and the next one."""
+    """The heading above a place, and the text from it to the next heading."""
     heads = [m for m in re.finditer(r"^#+ (.*)$", text, re.M) if m.start() <= at]
     after = re.compile(r"^#+ ", re.M).search(text, at)
     start, name = (heads[-1].start(), heads[-1][1]) if heads else (0, "")
@@ -86,7 +86,7 @@ def test_figures_are_those_of_records(page: str) -> None:
 
 
 def unclaimed(page: str) -> str:
-    """A page's prose, with ~ in place of code and of what claims and GIVEN have."""
+    """A page's prose, with ~ in place of code and of text in claims or GIVEN."""
     text = claims.prose(page)
     patterns = [claim.pattern() for claim in claims.PAGES.get(page, ())]
     for words in GIVEN.get(page, ()):

@@ -1,4 +1,4 @@
-"""`compare_transports.mapped`, which tests over windows run through, on any devices."""
+"""Tests, on any devices, what comparisons of transports over windows rely on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import compare_transports, format_values, helpers, oracle, quantize
 
 
 def test_empty_operands_are_made_on_the_ranks() -> None:
-    """Beside others XLA of jax 0.11.2 takes none into a shard_map over GPUs."""
+    """XLA of jax 0.11.2 cannot take both empty and other operands over GPUs."""
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     ranks = mesh.size
     operands = {
@@ -50,7 +50,7 @@ def test_empty_operands_are_made_on_the_ranks() -> None:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_tokens_reach_every_code(where: str) -> None:
-    """Blocks of every second row are coded finely, some specially; the rest is bits."""
+    """Every second row has many codes, some special; the others are random bits."""
     shape, rng = (64, 1024), np.random.default_rng(1)
     for dtype in oracle.DTYPES if where == "host" else ["float16"]:
         if where == "host":

@@ -22,7 +22,7 @@ from jax_ep._core.varying import varying
 from jax_ep._native import ffi
 from support import ROOT, helpers
 
-# What is called, with which keywords, and where.
+# The functions that are called, with their keywords, and where.
 CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "jax.shard_map": (
         ("mesh", "in_specs", "out_specs", "axis_names", "check_vma"),
@@ -64,7 +64,7 @@ HOW = (
 
 
 def oldest_jax() -> str:
-    """The oldest supported one, as pyproject.toml has it."""
+    """The oldest supported JAX, from pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
     match = re.search(r'"jax>=([\d.]+)"', text)
     assert match
@@ -93,7 +93,7 @@ def test_jax_has_what_is_called(name: str) -> None:
 
 
 def test_a_change_of_jax_is_told(monkeypatch) -> None:
-    """The test above fails with a remedy when a function changes or goes."""
+    """The test above fails with a remedy if a function changes or disappears."""
 
     def other(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_rep: bool) -> Any:
         raise NotImplementedError
@@ -107,7 +107,7 @@ def test_a_change_of_jax_is_told(monkeypatch) -> None:
 
 
 def version_of_running_ffi() -> tuple[int, int]:
-    """As the headers of the installed jaxlib say."""
+    """The FFI version in the headers of the installed jaxlib."""
     include = pathlib.Path(jaxlib.__file__).parent / "include"
     text = (include / "xla" / "ffi" / "api" / "c_api.h").read_text()
     words = {
@@ -133,7 +133,7 @@ def test_ffi_is_one_that_this_build_runs_on() -> None:
 
 
 def test_wheel_is_built_for_the_oldest_ffi() -> None:
-    """The pin of the build is that of the oldest jaxlib that is supported."""
+    """The build pins the oldest supported jaxlib."""
     text = (ROOT / "pyproject.toml").read_text()
     assert f'"jaxlib=={oldest_jax()}"' in text, (
         "pyproject.toml must build against the oldest jaxlib of its dependencies"
@@ -142,7 +142,7 @@ def test_wheel_is_built_for_the_oldest_ffi() -> None:
 
 
 def test_types_inside_shard_map() -> None:
-    """How results of custom calls get their types, and operands vary alike."""
+    """Custom calls' results get their types, and operands vary over the same axes."""
     mesh = helpers.make_mesh(2)
     how = HOW.format(oldest=oldest_jax())
 
@@ -161,7 +161,7 @@ def test_types_inside_shard_map() -> None:
 
 
 def test_store_of_jax_distributed() -> None:
-    """What jax_ep/_peers/rendezvous.py takes of it, by private names."""
+    """The private names that jax_ep/_peers/rendezvous.py uses exist."""
     from jax._src import distributed
     from jaxlib import _jax
 
@@ -196,7 +196,7 @@ def test_backend_can_be_asked_whether_it_started() -> None:
 
 
 def test_start_of_the_cpu_backend_can_be_wrapped() -> None:
-    """A private name; without it `jax_ep.init` warns where threads are too few."""
+    """A private name; without it `jax_ep.init` warns if there are too few threads."""
     from jax._src import xla_bridge
 
     registered = getattr(xla_bridge, "_backend_factories", {}).get("cpu")
@@ -207,7 +207,7 @@ def test_start_of_the_cpu_backend_can_be_wrapped() -> None:
 
 
 def test_batches_are_seen() -> None:
-    """What jax_ep/_core/traces.py takes of a vmap, by private names."""
+    """The private names with which jax_ep/_core/traces.py detects a vmap work."""
     found = []
 
     def body(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ STEPS, N = 5, 3
 
 
 def whole(decode, params, inputs):
-    """Logits and experts of `inputs` `[n, steps]`: no cache, experts densely."""
+    """Logits and experts of `inputs` `[n, steps]`, without a cache, densely."""
     x, chosen = params["embed"][inputs], []
     n, steps, hidden = x.shape
     for block in params["blocks"]:
@@ -58,7 +58,7 @@ def test_the_loop_equals_whole_sequences(decode):
     assert experts.shape == chosen.shape == (*found.shape, decode.BLOCKS, decode.TOP_K)
     assert (np.sort(experts) == np.sort(chosen)).all((-1, -2)).mean() >= 0.75
     off = np.abs(logits - want).max(-1) / np.abs(want).max()
-    # bfloat16 turns a near tie of a router now and then.
+    # bfloat16 sometimes changes the outcome of a router's near tie.
     assert np.median(off) < 0.05
     assert (off < 0.1).mean(axis=0).min() >= 0.75
 

@@ -1,4 +1,4 @@
-"""What a bare `pytest` leaves out and says, and in how many processes it runs."""
+"""What a bare `pytest` leaves out and prints, and in how many processes it runs."""
 
 from __future__ import annotations
 

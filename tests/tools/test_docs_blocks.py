@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is one that a test or CI runs; some here."""
+"""A test or CI runs every code block of README.md and docs/; some run here."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_block_is_run():
 
 
 def run_block(name, transport, extra):
-    """The names that a page's block leaves, run inside shard_map; N rows each."""
+    """The names that a page's block defines, run inside shard_map; N rows each."""
     halves = "dispatch_async" if name.endswith("options.md") else ""
     code = python_blocks(name, halves)[0]
     mesh = helpers.make_mesh(helpers.some_ranks(2))
@@ -87,7 +87,7 @@ def run_block(name, transport, extra):
         num_experts=experts, top_k=TOP_K, hidden_size=HIDDEN, max_tokens_per_rank=N
     )
     if name.endswith("formats.md"):
-        # Rows are those of the second dispatch, whose tokens are quantised already.
+        # Rows come from the second dispatch, whose tokens are already quantised.
         code += python_blocks(name, "token_scales")[0]
         code += "rows = jax_ep.dequantize(d)\n"
         config = jax_ep.EPConfig(**vars(config) | {"dispatch_format": "mxfp8"})
@@ -116,7 +116,7 @@ def run_block(name, transport, extra):
 
 
 def test_sharp_bits_page():
-    """No input is copied from device to device, and the guard finds those that are."""
+    """No input is copied between devices, and the guard would find one that is."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
 
     def add(state, batch, key, step):
@@ -155,7 +155,7 @@ def test_formats_page():
 
 
 def test_ties_of_formats_page():
-    """Codes of fp8_block128 beside those of libraries that multiply by a reciprocal."""
+    """Compares fp8_block128's codes with those of multiplying by a reciprocal."""
     tokens = np.random.default_rng(0).standard_normal((8192, 128)).astype(jnp.bfloat16)
     codes, scales = jax.jit(lambda x: jax_ep.formats.quantize(x, "fp8_block128"))(
         tokens
@@ -183,7 +183,7 @@ def test_ties_of_formats_page():
 
 
 def test_scaled_matmul_of_formats_page():
-    """Traced: not every JAX runs it on every device."""
+    """Only traced, as not every JAX runs it on every device."""
     (code,) = python_blocks("docs/formats.md", "scaled_matmul")
 
     def body(tokens, w):
@@ -303,7 +303,7 @@ def test_reliability_page():
 
 
 def test_cluster_page(monkeypatch):
-    """As process 0 would run it that has all devices; jax.distributed is not begun."""
+    """Runs the page like a process 0 with all devices, without jax.distributed."""
     (launch,) = blocks("docs/cluster.md", "bash")
     subprocess.run(["bash", "-n"], input=launch, text=True, check=True)
     job, alone = python_blocks("docs/cluster.md")
@@ -317,7 +317,7 @@ def test_cluster_page(monkeypatch):
     exec(alone, {"jax": jax, "sys": sys})
     assert begun == [(("localhost:12345",), {"num_processes": 4, "process_id": 3})]
     monkeypatch.setattr(jax, "process_count", lambda: 8)
-    helpers.make_mesh(8)  # skips where there are fewer devices
+    helpers.make_mesh(8)  # skips if there are fewer devices
     names = {"config": helpers.make_config(num_experts=16)}
     exec(job, names)
     assert names["ep"].ep_size == 8
@@ -352,7 +352,7 @@ def test_extras_that_pages_install_are_there():
 
 
 def described(module):
-    """What a module's page in docs/api/ describes."""
+    """The names that a module's page in docs/api/ describes."""
     named = getattr(module, "__all__", None)
     if named is not None:
         return set(named)

@@ -1,4 +1,4 @@
-"""docs/layers.md and migrate.md run, and what they say of other layers is so."""
+"""docs/layers.md and migrate.md run, and what they say about other layers is true."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_lines_that_the_migration_counts():
 
 
 def test_layer_of_maxtext_axes():
-    """Outputs and gradients of the page's layer are those of the dense formula."""
+    """Outputs and gradients of the page's layer equal those of the dense formula."""
     names: dict = {}
     exec("\n".join(python_blocks("docs/migrate.md")), names)
     mesh = maxtext.make_mesh(fsdp=2, tensor=2, expert=2)
@@ -148,7 +148,7 @@ def test_migrated_layers_cast_float32_experts():
 
 
 def switch_loss(ids, scores, sequences):
-    """Per sequence, with a softmax of `scores`; ids `[n, K]`, scores `[n, E]`."""
+    """The loss per sequence, with a softmax of scores `[n, E]`; ids are `[n, K]`."""
     losses = []
     for chosen, mine in zip(
         np.split(np.asarray(ids), sequences),
@@ -163,7 +163,7 @@ def switch_loss(ids, scores, sequences):
 
 
 def test_losses_of_maxtext():
-    """The figures of migrate.md, of its code and of the formula in NumPy."""
+    """migrate.md's figures, its code and the formula in NumPy agree."""
     names: dict = {}
     exec("\n".join(python_blocks("docs/migrate.md")), names)
     mesh = helpers.make_mesh(helpers.some_ranks(4))
@@ -177,7 +177,7 @@ def test_losses_of_maxtext():
         "DeepSeek-V2": (names["DEEPSEEK_V2"], soft),
         "DeepSeek-V3": (names["DEEPSEEK_V3"], 1 / (1 + np.exp(-logits)) + bias),
     }
-    # Tokens are the logits: the router's matrix is the identity.
+    # Tokens are the logits, as the router's matrix is the identity.
     params = {
         "router": np.eye(experts, dtype=np.float32),
         "gate_up": np.ones((experts, experts, 2, INNER), np.float32),

@@ -1,4 +1,4 @@
-"""docs/migrate_others.md runs: what it shows before and after computes the same."""
+"""docs/migrate_others.md runs: its code before and after computes the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN, INNER, TOP_K, N = 16, 8, 2, 8
 
 
 def stand_in_for_equinox() -> types.ModuleType:
-    """Modules of Equinox as far as the page uses them: frozen dataclasses, pytrees."""
+    """The part of Equinox that the page uses: modules are frozen dataclass pytrees."""
     module: Any = types.ModuleType("equinox")
 
     class Module:
@@ -44,7 +44,7 @@ def stand_in_for_equinox() -> types.ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerEngine:
-    """Its `ep_dispatch` and `ep_combine`, of the same meaning, by jax_ep."""
+    """Its `ep_dispatch` and `ep_combine`, implemented with jax_ep."""
 
     ep: Any
 
@@ -53,7 +53,7 @@ class TransformerEngine:
         d = jax_ep.sharded.dispatch(self.ep, tokens, ids, weights)
         ranks = self.ep.ep_size
         filled = (d.router_weights != 0)[:, None]
-        rows = jnp.where(filled, d.tokens, jnp.nan)  # anything
+        rows = jnp.where(filled, d.tokens, jnp.nan)  # other rows are unspecified
         parts = (rows, d.router_weights)
         parts = (part.reshape(ranks, capacity, *part.shape[1:]) for part in parts)
         return *parts, d.route, d.group_sizes.reshape(ranks, -1), d.expert_counts

@@ -1,4 +1,4 @@
-"""The examples run in a short form and find what they promise."""
+"""The examples run in a short form and give the promised results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(name, *arguments):
 
 
 def needs_to_train():
-    """Skips where an extra of the examples is not installed; imports none of it."""
+    """Skips if an extra of the examples is not installed; does not import it."""
     for name in ("flax", "optax"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
@@ -68,7 +68,7 @@ def test_training_follows_the_dense_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral_block", "deepseek_block"])
 def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
-    """Small ones have the dense formula's gradients; those of the models trace."""
+    """Small blocks have the dense formula's gradients; the models' own blocks trace."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = importlib.import_module(name)
     found = module.main(["--sequence", "4"])
@@ -90,7 +90,7 @@ def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
             experts = config.n_routed_experts
             operands.insert(1, jax.ShapeDtypeStruct((experts,), "float32"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the worst case's size
+            warnings.simplefilter("ignore", UserWarning)  # about the worst case's size
             made = jax.eval_shape(
                 functools.partial(module.block, config, mesh), *operands
             )
@@ -101,7 +101,7 @@ def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_rebalancing(tmp_path):
-    """Ranks get even each time, while the losses stay those without copies."""
+    """Each rebalancing evens out the ranks; losses are the same as without copies."""
     words = ["--steps", "3"]
     if importlib.util.find_spec("matplotlib"):
         words += ["--plot", str(tmp_path / "maps")]
@@ -128,7 +128,7 @@ def test_rebalancing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_fewer_ranks():
-    """The curve goes on where it was, with the experts on two ranks of three."""
+    """The curve continues, with the experts on two of three ranks."""
     words = ["--processes", "3", "--steps", "6", "--kill-at", "3"]
     done = run("fewer_ranks.py", *words)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,7 +136,7 @@ def test_fewer_ranks():
     line = r"step +(\d+) on (\d) ranks: loss (.*), (.*)"
     found = np.array(re.findall(line, done.stdout), float)
     steps, ranks, losses, want = found.T
-    # What followed the last checkpoint is done again.
+    # Steps after the last checkpoint are repeated.
     again = np.argmax(ranks == 2)
     assert steps[again:].tolist() == [2, 3, 4, 5]
     assert steps[:again].tolist() in ([0, 1], [0, 1, 2])
@@ -177,7 +177,7 @@ def test_decoding(name, weights, most):
     ],
 )
 def test_what_is_the_same_curve(changes, same, monkeypatch):
-    """Adam takes the same steps with all gradients twice as large: the norms tell."""
+    """With all gradients doubled Adam takes the same steps, but norms show it."""
     for name in ("flax", "optax"):
         pytest.importorskip(name)
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -190,7 +190,7 @@ def test_what_is_the_same_curve(changes, same, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_training_in_fp8(tmp_path):
-    """It ends where bfloat16 does; every parameter's gradient points the same way."""
+    """fp8 ends where bfloat16 does, and each parameter's gradients are parallel."""
     needs_to_train()
     path = tmp_path / "run.json"
     done = run(

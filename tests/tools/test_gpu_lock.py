@@ -1,4 +1,4 @@
-"""Who holds a GPU, and who does not: gpu_lock.py."""
+"""gpu_lock.py: which processes hold a GPU, and when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.gpu_lock import GpuLock, of_environment, warm_up
 
 
 def free(path: pathlib.Path) -> bool:
-    """Whether somebody else could take the lock."""
+    """Whether another process could take the lock."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +56,7 @@ def test_holds_all_but_while_compiling(lock, paths) -> None:
     with lock.hold():
         assert seen(paths) == [False, False]
         assert traced(3) == 7
-        # While one compiles inside the other as well, and after it.
+        # Also while one compiles inside the other, and after it.
         assert found == [[True, True]] * 3
         assert seen(paths) == [False, False]
         with pytest.raises(ZeroDivisionError):
@@ -99,7 +99,7 @@ def test_inner():
 
 
 def test_a_test_has_the_lock(tmp_path) -> None:
-    """In a process of pytest's, which is told so by the environment."""
+    """A pytest process takes the lock for its tests if the environment says so."""
     (tmp_path / "test_inner.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{INNER}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_inner.py"]
     environment = {
@@ -138,19 +138,19 @@ def test_environment(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,11")
     made = of_environment()
     assert made is not None
-    # For nobody that is started from here.
+    # Not for processes that are started from here.
     assert of_environment() is None
     paths = [tmp_path / "gpu3", tmp_path / "gpu11"]
     script = tmp_path / "worker.py"
     script.write_text('print("{}")')
     for _ in range(2):
         with made.hold():
-            # They are the test's own.
+            # The locks are kept for these processes.
             assert gpus.run_worker(str(script), timeout=60) == {}
             (ended,) = launch.launch(str(script), 1, [], tmp_path, 60)
             assert ended.code == 0
             assert seen(paths) == [False, False]
-            # Neither that one nor the test that waits for it.
+            # Neither this process nor the test that waits for it holds the locks.
             subprocess.run([sys.executable, "-c", ""], check=True)
             assert seen(paths) == [True, True]
     made.close()

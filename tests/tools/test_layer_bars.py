@@ -9,7 +9,7 @@ import pytest
 from support import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-# Names of records and how many ways they have.
+# Names of records, and how many ways each has.
 RECORDS = {"layer-h200x2-2026-11-26": 3, "layer-h200x2-2026-11-23": 3}
 
 

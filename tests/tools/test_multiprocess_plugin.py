@@ -15,7 +15,7 @@ from tools import lockstep_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-# What does not go as in one process; test_dies takes a restart.
+# Tests that behave differently than in one process; test_dies needs a restart.
 ODD = """
 import os
 from support import helpers
@@ -56,7 +56,7 @@ def test_after():
 
 
 def test_processes_stay_together(tmp_path: pathlib.Path) -> None:
-    """Also a file of the true suite; the rest goes on behind a process that dies."""
+    """Runs a file of the real suite, too; the rest runs after a process has died."""
     odd = tmp_path / "test_odd.py"
     odd.write_text(ODD)
     mesh = lockstep_run.file_of("mesh")
@@ -85,7 +85,7 @@ def test_processes_stay_together(tmp_path: pathlib.Path) -> None:
 
 
 def test_no_process_is_left_behind(tmp_path: pathlib.Path, monkeypatch) -> None:
-    """The second cannot be started: the first, which would wait for it, is ended."""
+    """If the second process cannot start, the first, which waits for it, is ended."""
     true_start, started = subprocess.Popen, []
 
     def start(command, **options):

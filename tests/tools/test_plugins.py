@@ -1,4 +1,4 @@
-"""Plugins with the CUDA modules: which is loaded, what is said, how they are built."""
+"""Plugins with the CUDA modules: which is loaded, messages, how they are built."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def project(folder: str) -> dict:
     ],
 )
 def test_choice(found, chosen, words, monkeypatch) -> None:
-    """Of this version alone, and where there are two the one for the installed JAX."""
+    """Only plugins of this version; if there are two, the one for the installed JAX."""
     monkeypatch.setattr(plugins, "wanted_extra", lambda: "cuda12")
     best, problem = plugins.choose(found, VERSION)
     assert best == (chosen and plugin(chosen))
@@ -54,7 +54,7 @@ def test_choice(found, chosen, words, monkeypatch) -> None:
 
 
 def install(folder: pathlib.Path, one: plugins.Plugin, module: str) -> None:
-    """As pip does, with Python in place of the native module."""
+    """Installs a plugin like pip, with Python code in place of the native module."""
     (folder / one.package).mkdir()
     (folder / one.package / "__init__.py").touch()
     (folder / one.package / "_native_cuda.py").write_text(module)
@@ -131,7 +131,7 @@ def test_doctor_on_plugins(used, idle, jax_has, words, monkeypatch) -> None:
 
 
 def test_version_is_that_of_one_place() -> None:
-    """Of jax_ep/__init__.py: what names it elsewhere, and what reads it there."""
+    """The version is that of jax_ep/__init__.py wherever it is named or read."""
     main = project(".")
     for number in (12, 13):
         own = project(f"plugins/cuda{number}")
@@ -150,7 +150,7 @@ def test_version_is_that_of_one_place() -> None:
 
 
 def test_plugins_differ_by_their_number() -> None:
-    """And are built as the package is, but for its README on an index."""
+    """Plugins are built like the package, except for its README on an index."""
     folders = [ROOT / "plugins" / name for name in ("cuda12", "cuda13")]
     twelve, thirteen = (
         {

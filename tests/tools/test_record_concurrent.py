@@ -1,4 +1,4 @@
-"""tools/record_concurrent.py, with workers of our own."""
+"""tools/record_concurrent.py, with fake workers."""
 
 import json
 
@@ -18,7 +18,7 @@ WORKERS = {
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Runs `chained` or `unchained`, by what the environment says; keeps records."""
+    """Runs `chained` or `unchained`, depending on the environment; keeps records."""
 
     def make(chained, unchained):
         path = tmp_path / "worker.py"

@@ -1,4 +1,4 @@
-"""What a release shows on an index, and its notes."""
+"""A release's page on a package index, and its notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOME = PROJECT["project"]["urls"]["Homepage"]
 
 
 def test_readme_on_an_index_has_no_relative_links() -> None:
-    """As the build substitutes them; each is a file of the repository."""
+    """The build replaces relative links; each leads to a file of the repository."""
     settings = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     text = (ROOT / "README.md").read_text()
     assert "](docs/" in text
@@ -63,7 +63,7 @@ def test_notes() -> None:
 
 @pytest.mark.parametrize("tag", ["", "v9.9.9", f"v{jax_ep.__version__}"])
 def test_notes_of_a_tag(tag: str) -> None:
-    """A tag must be the version, and the changelog must say when."""
+    """A tag must equal the version, and the changelog must have its date."""
     done = run_to_end(
         [sys.executable, "-m", "tools.release_notes", *filter(None, [tag])], cwd=ROOT
     )

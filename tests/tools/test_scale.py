@@ -1,4 +1,4 @@
-"""The model of docs/scale.md: against draws, by hand, against records and layouts."""
+"""The model of docs/scale.md against draws, hand calculations, records and layouts."""
 
 import json
 import math
@@ -38,15 +38,16 @@ def test_two_nodes_by_hand(model):
     plain = model.direct(16, tokens, kind)
     assert plain.far_bytes * 7 == pytest.approx(plain.near_bytes * 8)
     forwarded = model.hierarchical(16, tokens, kind)
-    # Nearly every token has an expert among half of them.
+    # Nearly every token has an expert in the other half.
     assert forwarded.far_bytes == pytest.approx(tokens * 14464, rel=0.01)
     assert forwarded.far_bytes < plain.far_bytes
-    # Shares as puts and signals; flags and counts, of bundles for all ranks; a table.
+    # Shares as puts and signals, then flags and counts; a bundle has those of all
+    # ranks, and a table.
     assert plain.requests == 8 * (8 + 8 + 2)
     assert forwarded.requests == 8 + 8 + 1 + 8 * 2
-    # What comes over the network for the others of the node is sent on.
+    # What arrives over the network for other ranks of the node is forwarded.
     assert forwarded.near_bytes == pytest.approx(2 * plain.near_bytes)
-    # A rank has 8 of 128 experts: all 8 ids of a token miss it.
+    # A rank has 8 of 128 experts; `missed` is how likely all 8 ids of a token miss it.
     missed = math.prod((120 - i) / (128 - i) for i in range(8))
     each = tokens * (1 - missed) * 14464
     assert plain.near_bytes == pytest.approx(7 * each)
@@ -123,7 +124,7 @@ def test_page_says_the_rates(model):
 
 
 def test_message_sizes_are_those_of_the_wire(model):
-    # docs/protocol.md: 14464 of payload, tables and padding; 14336 of a row.
+    # docs/protocol.md: 14464 bytes of payload, tables and padding; a row has 14336.
     assert model.dispatch().message == 14464
     assert model.combine().message == 14336
 

@@ -47,14 +47,14 @@ def wrong_dispatch(*args, **options):
 
 
 def wrong_combine(ep, rows, route, weights, residual):
-    """Each row comes home where the next should."""
+    """Returns each row in the place of the next."""
     return right_combine(
         ep, jnp.roll(rows, 1, axis=0), route, weights, residual=residual
     )
 
 
 def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
-    """Launches of the program of size n, and of each option's."""
+    """Soaks with the program of size n, and with each option's program."""
     monkeypatch.setattr(soak, "REDUCE_AT", n)
     args = argparse.Namespace(
         calls=calls,
@@ -78,7 +78,7 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
 @pytest.mark.exclusive
 @pytest.mark.slow
 def test_right_calls_pass(monkeypatch, tmp_path) -> None:
-    """For seconds two threads, one of them with an option, beside one that compiles.
+    """For some seconds two threads, one with an option, run beside one that compiles.
 
     test_benchmark_tiny.py has the other options.
     """
@@ -92,11 +92,11 @@ def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     kinds = len(soak_run.new_programs(jax.devices()))
     assert record["compilations"] > kinds * soak_run.COMPILED_SHAPES
     assert record["seconds"] >= SECONDS
-    # As many as the time allows, at least one of either thread, and of so many calls.
+    # As many launches as time allows, at least one per thread, with this many calls.
     assert record["launches"] >= 2
     assert record["calls"] >= 5 * soak.STEPS * record["launches"]
     assert record["checks"] > record["calls"]
-    # The routing drawn exercises what it should.
+    # The drawn routing covers all cases.
     assert min(record["rows"], record["dropped"], record["invalid"]) > 0
 
 
@@ -120,7 +120,7 @@ CODED = [n for n in soak.OPTIONS if "dispatch_format" in soak.OPTIONS[n][0]]
 
 @pytest.mark.parametrize("name", CODED)
 def test_expected_codes_are_the_oracles(name) -> None:
-    """Of what is drawn, which the format keeps; and they are read right."""
+    """The drawn tokens are exact in the format, and their codes are read right."""
     config = soak.changed(soak.configs(2)[1], name)
     kind = config.dispatch_format
     drawn = soak_program.draw(config, 2, 50, soak_program.random_key(3)).tokens

@@ -70,7 +70,7 @@ class FakeLauncher:
 
 
 def soak_in_two(monkeypatch, launchers, deadlines, launches=10**9) -> None:
-    """`Together` of two processes, each a thread."""
+    """Runs `Together` in two processes, each of which is a thread."""
     here, store = threading.local(), Store()
     fake = types.SimpleNamespace(
         process_index=lambda: here.own, process_count=lambda: len(launchers)
@@ -101,7 +101,7 @@ def soak_in_two(monkeypatch, launchers, deadlines, launches=10**9) -> None:
 
 
 def test_processes_stop_together(monkeypatch) -> None:
-    """Whatever their clocks say: when process 0 does, at the same launch."""
+    """All stop when process 0 does, at the same launch, whatever their clocks say."""
     ends = float("inf"), 0.0
     launchers = [FakeLauncher(100), FakeLauncher(100)]
     soak_in_two(monkeypatch, launchers, ends)

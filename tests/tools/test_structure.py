@@ -1,4 +1,4 @@
-"""Imports go one way: no circles, and no package of a later one (docs/code.md)."""
+"""Imports have no cycles, and packages import only earlier ones (docs/code.md)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support import WORKERS
 
 PACKAGE = pathlib.Path(jax_ep.__file__).parent
 
-# Each may import those before it, and modules beside it. `formats` stands on the core's
-# names and arrays, and configs on the formats.
+# Each may import those before it, and modules in the same package. `formats` depends on
+# the core's names and arrays, and configs depend on the formats.
 ORDER = (
     "_native",
     "_core formats",
@@ -42,7 +42,7 @@ def modules() -> dict[str, pathlib.Path]:
 
 
 def imported(node: ast.AST, known: set[str]) -> Iterator[str]:
-    """What a module imports of jax_ep when it is loaded or run, types aside."""
+    """What a module imports from jax_ep when it is loaded or run, not for types."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue

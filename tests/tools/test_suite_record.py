@@ -1,4 +1,4 @@
-"""Records of suites on GPUs: what files of tests have come to, time's end included."""
+"""Records of suites on GPUs: outcomes of test files, also if time runs out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_last():
 
 @pytest.mark.parametrize(("seconds", "left"), [(600, 0.2), (0, 60)])
 def test_time_ends_a_file(seconds: float, left: float, tmp_path) -> None:
-    """What was found before counts, and the file as one not run to its end."""
+    """Outcomes so far count, and the file is recorded as not run to its end."""
     (tmp_path / "test_it.py").write_text(FILE.format(seconds=seconds, reason=REASON))
     report = tmp_path / "report.xml"
     suite_record.heed_interrupts()
@@ -100,7 +100,7 @@ def test_a_job_says_what_its_file_has(text, failed, tmp_path, monkeypatch) -> No
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_processes_that_share_a_gpu(shared: bool, tmp_path, monkeypatch) -> None:
-    """Their tests are told, their record has a name of its own."""
+    """The environment tells the tests, and the record has its own name."""
     said = tmp_path / "said"
     code = (
         "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text("
@@ -127,7 +127,7 @@ def test_processes_that_share_a_gpu(shared: bool, tmp_path, monkeypatch) -> None
 
 
 def test_files_without_tests(tmp_path) -> None:
-    """What cannot be imported failed, in all its parts; what skips itself is none."""
+    """Counts a file that cannot be imported as failed, but none that skips itself."""
     suite, report = suite_record.Suite("p2p", []), tmp_path / "report.xml"
     for end in ("error", "error", "skipped"):
         case = f'<testcase classname="" name="tests.test_it"><{end}/></testcase>'

@@ -1,4 +1,4 @@
-"""Custom calls by name: what the native tables make of operands and attributes."""
+"""Custom calls by name: how the native tables order operands and attributes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokens(rows: int = N_TOKENS) -> jax.Array:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is called: target, results, operands, attributes, aliases; it runs not."""
+    """Records calls without running: target, results, operands, attributes, aliases."""
     made = []
 
     def record(target, results, *operands, input_output_aliases=None, **attributes):
@@ -60,7 +60,7 @@ def test_every_target_has_a_table() -> None:
     for target, table in tables.TABLES.items():
         for names in (table.operands, table.results, table.attributes):
             assert len({each.name for each in names}) == len(names), target
-    assert native.PENDING_INTS == 4  # of the tables of halves, below
+    assert native.PENDING_INTS == 4  # as in the tables of halves below
 
 
 def test_stub_is_that_of_the_tables() -> None:
@@ -236,7 +236,7 @@ def test_mistakes_of_callers(
 
 
 def test_calls_run() -> None:
-    """One rank's dispatch and its way home, all by name."""
+    """One rank's dispatch and combine run, with all operands by name."""
     name, rng = "fp8_block128_e8m0", np.random.default_rng(1)
     x = rng.standard_normal((N_TOKENS, HIDDEN), np.float32)
     ids = rng.permutation(np.arange(N_TOKENS * TOP_K, dtype=np.int32) % GROUPS)

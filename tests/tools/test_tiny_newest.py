@@ -1,6 +1,6 @@
-"""As test_benchmark_tiny.py, of what a new JAX has: CI's step newest runs this file.
+"""Like test_benchmark_tiny.py, for what needs a new JAX; CI's step newest runs it.
 
-That is a stream of collectives for calls in halves, and lowering for GPUs without one.
+That is XLA's stream of collectives for calls in halves, and lowering without a GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PARTS = overlap_report.PARTS
 
 
 def test_overlap_in_every_arrangement(tmp_path):
-    """Left to GPUs: streams and copy engines, which only order things otherwise."""
+    """Left to GPUs: streams and copy engines, which only change the order of work."""
     asked = ["--arrangements", *overlap.ARRANGEMENTS, "--graph-tokens"]
     asked += ["--beside", "elementwise", "two_batches", *TRACE]
     asked += ["--transport", helpers.TRANSPORT]
     record = tiny(overlap, tmp_path, *asked)
-    # One rank has none.
+    # A single rank has no copies.
     assert unmeasured(record) == ({"copies"} if RANKS == 1 else set())
     rows = [row for row in record["results"] if row["beside"] == "elementwise"]
     rows = [row for row in rows if row["arrangement"] is not None]
@@ -54,7 +54,7 @@ def test_overlap_in_every_arrangement(tmp_path):
 
 
 def test_grouped_kernels_are_lowered(tmp_path):
-    """Left to GPUs: to run the kernels, which are lowered for them."""
+    """Left to GPUs: running the kernels that are lowered for them."""
     if not ON_CPU and jax_ep.experts.hopper_obstacle(128, 128) is not None:
         pytest.skip("needs compute capability 9.0")
     record = tiny(grouped, tmp_path)
@@ -70,7 +70,7 @@ def test_grouped_kernels_are_lowered(tmp_path):
         ("gradients", "hopper"): 6,
         ("quantize", "fp8"): 2,
         ("forward", "fp8"): 2,
-        # With those that quantise cotangents and decode rows.
+        # Includes the kernels that quantise cotangents and decode rows.
         ("gradients", "fp8"): 9,
     }
     for row in record["results"]:

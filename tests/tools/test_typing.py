@@ -1,4 +1,4 @@
-"""What type checkers are told agrees with what happens; `.ci/run lint` runs them."""
+"""Type annotations agree with what happens; `.ci/run lint` runs the type checkers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_formats_are_those_of_the_native_module():
     [jnp.float32, np.float32, jnp.dtype("float32"), "float32"],
 )
 def test_dtypes_are_kept_as_names(field, given):
-    """However they are given, so that equal configs are equal."""
+    """However a dtype is given, its name is kept, so that equal configs are equal."""
     sizes = vars(helpers.make_config()) | {"dtype": "bfloat16"}
     config = jax_ep.EPConfig(**sizes | {field: given})
     assert vars(config)[field] == getattr(config, field) == "float32"
@@ -51,6 +51,6 @@ def test_dtypes_are_kept_as_names(field, given):
 def test_typed_programs_run(name, quick_compiles):
     if name == "layers":
         pytest.importorskip("flax")
-    helpers.make_mesh(2)  # skips where there are fewer devices
+    helpers.make_mesh(2)  # skips if there are fewer devices
     program = TESTS / "typing" / f"{name}.py"
     runpy.run_path(str(program), run_name="__main__")

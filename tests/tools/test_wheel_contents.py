@@ -1,4 +1,4 @@
-"""What a wheel is made of and what it does at run time, without a network."""
+"""The contents of a wheel and its behaviour at run time, without a network."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_native_modules_link_the_system_alone(name: str) -> None:
 
 
 def test_wheel_is_compared_with_the_repository() -> None:
-    """`.ci/run` looks at the wheel that it builds; here: what that look finds."""
+    """`.ci/run` checks the wheel that it builds; this tests the check itself."""
     path = ROOT / ".ci" / "check_wheel.py"
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository")

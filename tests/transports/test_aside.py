@@ -1,4 +1,4 @@
-"""The first halves of `overlap="stream"`: one array, on XLA's stream of collectives."""
+"""First halves of `overlap="stream"`: one array, on XLA's stream of collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.gpus import needs_stream
 
 TOKENS, TOP_K = 3, 2
 SIZES = {"n": TOKENS, "K": TOP_K}
-TOTAL = 4 + TOKENS * TOP_K + 1  # of pending, slot_of and num_invalid
+TOTAL = 4 + TOKENS * TOP_K + 1  # the sizes of pending, slot_of and num_invalid
 
 
 def make_ep(overlap: str) -> Any:
@@ -43,7 +43,7 @@ def send(ep: Any, x: jax.Array) -> tuple[jax.Array, ...]:
 
 @pytest.fixture
 def program(monkeypatch):
-    """A call that counts from every rank's first element on, in place of a kernel."""
+    """A call that counts up from every rank's first element, in place of a kernel."""
 
     def call(target, results, tokens, *operands, **attributes):
         assert target == "ep_dispatch_send_aside"
@@ -77,7 +77,7 @@ def test_results_are_those_of_a_call(program, transform) -> None:
 
 @needs_stream
 def test_xla_is_given_one_result(program) -> None:
-    """It wraps an element of several as work of that stream, and waits before it."""
+    """XLA would read one of several results on that stream, after a wait."""
     run, x = program
     text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (line for line in text.splitlines() if "call @compute_on" in line)

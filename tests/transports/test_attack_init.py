@@ -1,4 +1,4 @@
-"""A part of what attack_init.py does to init: its figures are of all of it."""
+"""Some of attack_init.py's attacks; its recorded figures are of all of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
     ("way", "most"), [("error", 15), ("interrupt", 15), ("stop", 2)]
 )
 def test_init_survives(way: str, most: int) -> None:
-    """Deaths are in test_multiprocess_windows.py, a job for each would take long."""
+    """test_multiprocess_windows.py has deaths, which would need a job each here."""
     found = attack_init.survived([way], most)
     assert len(found) == most
     assert {str(attack): wrong for attack, wrong in found.items() if wrong} == {}
 
 
 def test_what_is_wrong_is_seen() -> None:
-    """Of lines as processes print them, with one thing amiss at a time."""
+    """In lines as processes print them, each single fault is noticed."""
     attack = attack_init.Attack("gather done", "before", "error", 1)
     good = {"error": "E", "seconds": 1.0, "threads": 0, "open": 0, "descriptors": 0}
     fine = good | {"error": None, "key": 1}

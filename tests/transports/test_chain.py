@@ -1,4 +1,4 @@
-"""The calls of a p2p handle follow each other within a trace: what programs say.
+"""The calls of a p2p handle follow each other within a trace, by programs' texts.
 
 Needs no GPU; test_chain_runs.py has programs that run.
 """
@@ -37,7 +37,7 @@ from support.call_order import mesh as mesh
 
 
 def lengths(found: list[Call]) -> list[int]:
-    """How long each chain is; a call that two come after would begin two."""
+    """The length of each chain; a call that two calls come after would begin two."""
     ends: dict[int, int] = {}
     for i, call in enumerate(found):
         before = 0 if call.after is None else ends.pop(call.after)
@@ -63,7 +63,7 @@ def test_independent_calls(mesh, ep, check_vma: bool) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("order", [1, 2])
 def test_derivatives(mesh, ep, order: int, check_vma: bool) -> None:
-    """Two layers side by side and all that their gradients send, with more around."""
+    """Two independent layers, and all calls of their gradients, with other work."""
 
     def run(x: Any, ids: Any) -> Any:
         return square(layer(ep, x, ids)) + square(layer(ep, x, ids + 1))
@@ -85,7 +85,7 @@ def test_derivatives(mesh, ep, order: int, check_vma: bool) -> None:
 
 
 def test_gradient_around_shard_map(mesh, ep) -> None:
-    """Two traces, ahead and back: a chain each."""
+    """The forward and the backward pass are two traces, with a chain each."""
 
     def body(x: Any, ids: Any) -> Any:
         return layer(ep, x, ids) + layer(ep, x, ids + 1)
@@ -122,7 +122,7 @@ def test_around_and_inside_a_scan(mesh, ep) -> None:
 
 
 def test_inner_jits(mesh, ep) -> None:
-    """What is traced inside is used again, so nothing of an outer trace is in it."""
+    """The inner trace is reused, so it must contain nothing of an outer trace."""
     inner = jax.jit(functools.partial(layer, ep))
 
     def body(x: Any, ids: Any) -> Any:
@@ -136,7 +136,7 @@ def test_inner_jits(mesh, ep) -> None:
 
 
 def test_fewer_axes() -> None:
-    """A call never comes to vary over more axes than its operands."""
+    """A call's results never vary over more axes than its operands."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
     ep = p2p_handle(mesh)
 

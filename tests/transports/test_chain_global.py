@@ -1,6 +1,6 @@
-"""Calls of `jax_ep.sharded` on a p2p handle follow each other: what programs say.
+"""Calls of `jax_ep.sharded` on a p2p handle follow each other, by programs' texts.
 
-Needs no GPU, as test_chain.py, of which it is a part.
+Needs no GPU, like test_chain.py, which it complements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ep", "mesh"]
 
 
 def mapped_links(jaxpr: Any) -> list[int | None]:
-    """Of each shard_map of calls, the one before it whose last result it takes."""
+    """For each shard_map of calls, the earlier one whose last result it takes."""
     made: dict[Any, int] = {}
     found: list[int | None] = []
     for equation in jaxpr.eqns:
@@ -36,7 +36,7 @@ def mapped_links(jaxpr: Any) -> list[int | None]:
 
 
 def independent(ep: Any, x: Any, ids: Any) -> Any:
-    """Two dispatches by jax_ep.sharded, one in halves, then what comes back of both."""
+    """Two dispatches with jax_ep.sharded, one of them in halves, and both combines."""
     first = jax_ep.sharded.dispatch(ep, x, ids)
     pending = jax_ep.sharded.dispatch_async(ep, x, ids)
     second = jax_ep.sharded.dispatch_wait(pending)
@@ -45,7 +45,7 @@ def independent(ep: Any, x: Any, ids: Any) -> Any:
 
 
 def test_calls_on_global_arrays(mesh, ep) -> None:
-    """Each in a shard_map of its own, and the call in it after what it is given."""
+    """Each has its own shard_map, in which the call comes after an argument."""
     for _ in range(2):
         jaxpr = jax.make_jaxpr(functools.partial(independent, ep))(*arguments())
         assert mapped_links(jaxpr) == [None, 0, 1, 2, 3]
@@ -55,7 +55,7 @@ def test_calls_on_global_arrays(mesh, ep) -> None:
     for line in found:
         operands = re.search(r"@ep_\w+\((.*?)\)", line)
         assert operands is not None
-        # The last one of its function's arguments, not a constant.
+        # The last argument of its function, not a constant.
         assert operands[1].split(", ")[-1].startswith("%arg"), line
 
 
@@ -81,7 +81,7 @@ def test_collective_calls_on_global_arrays_are_not_chained(mesh) -> None:
 
 
 def test_gradient_of_calls_on_global_arrays(mesh, ep) -> None:
-    """What goes ahead is chained; tokens have no derivative."""
+    """The forward pass is chained; tokens have no derivative."""
     gradient = jax.grad(lambda x, ids: square(independent(ep, x, ids)))
     text = jax.jit(gradient).lower(*arguments()).as_text()
     targets = re.findall(r"custom_call @(ep_\w+)", text)

@@ -1,4 +1,4 @@
-"""The calls of a p2p handle follow each other: halves and options. As test_chain.py."""
+"""The calls of a p2p handle follow each other, like in test_chain.py, with options."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from support.gpus import needs_stream
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
-        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
+        # p2p's native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("fakes p2p on CPU devices")
     return helpers.make_mesh(2)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_halves(mesh, check_vma: bool) -> None:
-    """Two calls in flight around whole ones, and their gradients."""
+    """Two calls in flight around whole calls, and their gradients."""
     ep = p2p_handle(mesh)
 
     def run(x: Any, ids: Any) -> Any:
@@ -58,7 +58,7 @@ def test_halves(mesh, check_vma: bool) -> None:
 
 
 def test_copied_halves(mesh) -> None:
-    """Halves that XLA exchanges stand beside the chain of all other calls."""
+    """Halves that XLA exchanges are outside of the chain of all other calls."""
     ep = p2p_handle(mesh, overlap="copy")
 
     def run(x: Any, ids: Any) -> Any:
@@ -77,7 +77,7 @@ def test_copied_halves(mesh) -> None:
         line for line in whole.splitlines() if not set(re.findall(named, line)) & others
     )
     found = [call.target for call in calls(text)]
-    # Backward all goes through the windows.
+    # All backward calls go through the windows.
     assert found[:2] == ["ep_dispatch", "ep_combine"]
     assert sorted(found[2:]) == ["ep_combine"] * 2 + ["ep_dispatch_cached"] * 2
     assert afters(text) == chain(len(found))
@@ -87,7 +87,7 @@ _LINE = re.compile(r"\s*(%\w+)(?::\d+)? = ([\w.]+)(?: @(\w+))?[ (]([^:{)]*)")
 
 
 def made_by(text: str) -> list[tuple[str, str | None]]:
-    """(ep_* call or function of one, which of them its last operand comes from)."""
+    """Each ep_* call, or function with one, and the one its last operand comes from."""
     lines = {}
     for line in text.partition("func.func private")[0].splitlines():
         if match := _LINE.match(line):
@@ -100,7 +100,7 @@ def made_by(text: str) -> list[tuple[str, str | None]]:
         while before is None and name in lines and lines[name][1]:
             source, from_what = lines[name]
             before = source if source != "annotate_device_placement" else None
-            # Of a barrier's operands the one that is meant.
+            # For a barrier, the operand with this result's index.
             which = int(index or 0) if len(from_what) > 1 else 0
             if before is None:
                 name, _, index = from_what[which].partition("#")
@@ -111,7 +111,7 @@ def made_by(text: str) -> list[tuple[str, str | None]]:
 @needs_stream
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
-    """First halves, and nothing else, are apart, but in the chain as all calls."""
+    """Only first halves are on the stream, but they are in the chain like all calls."""
     ep = p2p_handle(mesh, overlap="stream")
 
     def body(x: Any, ids: Any) -> Any:
@@ -132,7 +132,7 @@ def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
 
 @needs_stream
 def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
-    """XLA cuts an array up as soon as it can: then the work would wait for it."""
+    """XLA slices an array as early as it can, and the work must not wait for that."""
     ep = p2p_handle(mesh, overlap="stream")
 
     def run(x: Any, ids: Any) -> Any:
@@ -158,13 +158,13 @@ def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
     wanted = [out for out, of in placed if of in packed]
     found = re.findall(r"@ep_\w+_place\(.*?(%\d+)\)", text)
     assert len(wanted) == 2
-    assert found == wanted  # what it comes after, as a whole
+    assert found == wanted  # the whole array that the call comes after
 
 
 @pytest.mark.parametrize("one", [layer, split_layer])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_options(mesh, mode: str, one: Any) -> None:
-    """Every mode and its gradients are one chain, but where nothing is exchanged."""
+    """Every mode and its gradients are one chain, unless nothing is exchanged."""
     ep = p2p_handle(mesh, **options.MODES[mode])
 
     def body(x: Any, ids: Any) -> Any:

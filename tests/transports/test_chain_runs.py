@@ -1,4 +1,4 @@
-"""Chained calls have the results and the exchanges of unchained ones; needs no GPU.
+"""Chained calls have the same results and exchanges as unchained ones; needs no GPU.
 
 XLA's exchange runs behind p2p's interface.
 """
@@ -23,7 +23,7 @@ from support.call_order import arguments, layer, mapped, p2p_handle, split_layer
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
-        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
+        # p2p's native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("fakes p2p on CPU devices")
     return helpers.make_mesh(2)
 
@@ -34,12 +34,12 @@ def ep(mesh):
 
 
 def tied(x: jax.Array, to: jax.Array) -> jax.Array:
-    """`x`, which now needs `to`."""
+    """`x`, made to depend on `to`."""
     return jax.lax.optimization_barrier((x, to))[0]
 
 
 class Chained(Collective):
-    """XLA's exchange, with calls in order: each needs what it comes after."""
+    """XLA's exchange with ordered calls: each depends on what it comes after."""
 
     name = "p2p"
     ordered = True
@@ -49,7 +49,7 @@ class Chained(Collective):
 
     def _call(self, call: Any, ep: Any, *operands: Any) -> Any:
         *given, token = operands
-        if not token:  # a whole call's own second half
+        if not token:  # the second half of a whole call
             return call(ep, *given, token)
         (after,) = token
         self.came_after.append(f"{after.dtype}{list(after.shape)}")
@@ -99,14 +99,14 @@ class Chained(Collective):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Lets handles of p2p run; the form of what each call came after."""
+    """Lets handles of p2p run; returns the form of what each call came after."""
     chained = Chained()
     monkeypatch.setitem(base._registry, "p2p", chained)
     return chained.came_after
 
 
 def stacked(ep: Any, one: Any, wrap: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gradient of rematerialised layers `one` in a scan, and of one more."""
+    """The gradient of a scan over rematerialised layers `one`, and of one more."""
 
     def step(x: Any, _: Any) -> Any:
         return one(ep, x, ids) / 4, None

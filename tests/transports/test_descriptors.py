@@ -1,4 +1,4 @@
-"""Descriptors that pass between processes by sockets, and everything that may not."""
+"""Descriptors are passed between processes over sockets, but never to others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_ep._peers import descriptors as _descriptors
 from jax_ep._peers.descriptors import DescriptorClient, DescriptorServer
 from support import fake_windows
 
-# Gives a memfd under number 7, then waits to be killed or told to end.
+# Offers a memfd under number 7, then waits to be killed or told to end.
 GIVING = """
 import mmap, os, sys
 from jax_ep._peers.descriptors import DescriptorServer
@@ -38,7 +38,7 @@ server.close()
 
 @pytest.fixture
 def giving():
-    """A process that gives, and its address."""
+    """A process that gives a descriptor, and its address."""
     process = subprocess.Popen(
         [sys.executable, "-c", GIVING],
         stdin=subprocess.PIPE,
@@ -53,7 +53,7 @@ def giving():
 
 @pytest.fixture
 def server():
-    """A server of this process; leaves neither threads nor descriptors."""
+    """A server in this process; checks that it leaves no threads or descriptors."""
     before = fake_windows.descriptors()
     one = DescriptorServer()
     yield one
@@ -78,7 +78,7 @@ def take_content(client: DescriptorClient, number: int) -> bytes:
 
 
 def test_memory_of_another_process(giving) -> None:
-    """What one stores the other sees; the memory outlives whoever gave it."""
+    """Each process sees the other's stores; the memory outlives its giver."""
     process, address = giving
     client = DescriptorClient(address, 20.0)
     descriptor = client.take(7)
@@ -95,7 +95,7 @@ def test_memory_of_another_process(giving) -> None:
 
 
 def test_giver_that_dies(giving) -> None:
-    """At once, in the middle of a connection and before one."""
+    """The error comes at once, both during a connection and before one."""
     process, address = giving
     client = DescriptorClient(address, 20.0)
     process.send_signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_giver_that_dies(giving) -> None:
 
 
 def test_giver_that_is_silent(giving) -> None:
-    """A stopped process has a socket, but no answer."""
+    """A stopped process has a socket but does not answer."""
     process, address = giving
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
@@ -149,7 +149,7 @@ def test_unknown_number(server) -> None:
 
 
 def test_whoever_asks_amiss_gets_nothing(server) -> None:
-    """Others are served meanwhile, also by silent ones that never ask."""
+    """Others are served meanwhile, also beside silent clients that never ask."""
     server.give(1, make_file())
     good = DescriptorClient(server.address, 20.0)
     secret = bytes.fromhex(server.address)[8:]
@@ -176,7 +176,7 @@ def test_whoever_asks_amiss_gets_nothing(server) -> None:
 
 
 def test_other_users_are_left(server, monkeypatch) -> None:
-    """Before they can ask, and whatever they know."""
+    """They are disconnected before they can ask, whatever they know."""
     server.give(1, make_file())
     main = threading.get_ident()
     monkeypatch.setattr(_descriptors, "_COME_AGAIN_S", 0.2)
@@ -197,7 +197,7 @@ def test_other_users_are_left(server, monkeypatch) -> None:
 
 
 def test_giver_of_another_user_is_asked_nothing(server, monkeypatch) -> None:
-    """Whoever listens under a name learns no secret, and gives no memory."""
+    """A process that listens under the giver's name learns no secret and is refused."""
     user = os.geteuid()
     monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
     with pytest.raises(PermissionError, match="belongs to another user"):
@@ -209,7 +209,7 @@ def test_giver_of_another_user_is_asked_nothing(server, monkeypatch) -> None:
     [("0 0 4294967295", True), ("0 1000 1\n1 100000 65536", False), ("", False)],
 )
 def test_users_that_a_namespace_does_not_know(server, monkeypatch, known, good) -> None:
-    """They all look like one, which is somebody only where every user is known."""
+    """They all look like one user, who is real only if every user is known."""
     monkeypatch.setattr(_descriptors, "_unmapped", os.geteuid)
     true_read = pathlib.Path.read_text
     monkeypatch.setattr(
@@ -247,7 +247,7 @@ while time.monotonic() < end:
 
 @pytest.mark.parametrize("user", [0, 54321], ids=["same", "other"])
 def test_crowd_of_silent_clients(user, monkeypatch) -> None:
-    """They take nobody's place in line, nor that of one that has shown the secret."""
+    """They take no one's place in the queue, nor of a client that knows the secret."""
     if user and os.geteuid():
         pytest.skip("needs root, to be another user")
     givers = [DescriptorServer() for _ in range(2)]
@@ -281,7 +281,7 @@ def test_crowd_of_silent_clients(user, monkeypatch) -> None:
 
 
 def test_no_more_takers_than_allowed(server, monkeypatch) -> None:
-    """Silent ones make room, oldest first, for those who come."""
+    """Silent clients make room for new ones, the oldest first."""
     monkeypatch.setattr(_descriptors, "_MAX_CLIENTS", 4)
     server.give(1, make_file())
     with contextlib.ExitStack() as stack:
@@ -300,10 +300,10 @@ def test_no_more_takers_than_allowed(server, monkeypatch) -> None:
 
 @pytest.mark.parametrize("spare", range(4))
 def test_no_file_to_listen_with(spare) -> None:
-    """Said at once, and nothing stays open, whichever file it is."""
+    """The error comes at once, and nothing stays open, whichever file is missing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        # All below the highest are taken, so that the limit leaves `spare`.
+        # All numbers below the highest are taken, so that the limit leaves `spare`.
         highest = max(map(int, os.listdir("/proc/self/fd")))
         while (file := os.dup(0)) <= highest:
             stack.callback(os.close, file)
@@ -317,11 +317,11 @@ def test_no_file_to_listen_with(spare) -> None:
 
 
 def test_no_more_files_to_open(server) -> None:
-    """It waits without turning round and round, and goes on when there are some."""
+    """The server waits without busy-waiting, and goes on when files are free."""
     server.give(1, make_file())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as s:
-        # The least that is not taken; whatever is opened next would be it.
+        # The lowest free number, which the next opened file would get.
         least = os.dup(s.fileno())
         os.close(least)
         raw = bytes.fromhex(server.address)
@@ -344,7 +344,7 @@ def test_no_more_files_to_open(server) -> None:
 
 
 def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread]:
-    """The address of somebody who gives that answer, whatever is asked."""
+    """The address of a server that always gives this reply."""
     name = os.urandom(8)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(_descriptors._PREFIX + name.hex().encode())
@@ -366,7 +366,7 @@ def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread
     ("reply", "count"), [(b"what?", 0), (b"what?", 1), (b"x" * 100, 1), (b"", 2)]
 )
 def test_answer_that_is_none(reply: bytes, count: int) -> None:
-    """It is an error, and what came with it is closed."""
+    """An invalid reply is an error, and descriptors that came with it are closed."""
     before = fake_windows.descriptors()
     files = [make_file() for _ in range(count)]
     address, thread = answers(reply, files)

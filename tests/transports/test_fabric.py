@@ -1,6 +1,6 @@
-"""Windows over hosts of one NVLink fabric, without a GPU: who has them, and by what.
+"""Windows over hosts of one NVLink fabric, without a GPU: when and how they are shared.
 
-Threads stand for processes, as in test_windows.py, and hosts are names.
+Threads act as processes, as in test_windows.py, and hosts are names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALONE = Rendezvous([0], 0, 1.0)
 
 RACK = "0123456789abcdef0123456789abcdef.1"
 OTHER_CLIQUE = "0123456789abcdef0123456789abcdef.2"
-# Two processes a host, ranks of a host apart; and a group of one host.
+# Two processes per host, whose ranks are not adjacent; and a group on one host.
 OVER_HOSTS = make_groups(
     [[(0, 0), (2, 0), (1, 0), (3, 0)], [(0, 1), (0, 2), (1, 2), (1, 1)]]
 )
@@ -45,7 +45,7 @@ def hosts(monkeypatch) -> dict[int, str]:
 
 @pytest.fixture
 def connected(monkeypatch) -> set[tuple[int, int]]:
-    """Pairs of processes between which there were sockets."""
+    """Pairs of processes that connected by sockets."""
     pairs: set[tuple[int, int]] = set()
     true_connect = Rendezvous.connect
 
@@ -58,7 +58,7 @@ def connected(monkeypatch) -> set[tuple[int, int]]:
 
 
 def kinds(job: Job) -> set[type]:
-    """Of the handles by which windows were mapped."""
+    """The types of the handles by which windows were mapped."""
     return {kind for native in job.natives.values() for _, kind in native.taken_by}
 
 
@@ -97,7 +97,7 @@ REFUSED = [
     ("fields", "got"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
 def test_hosts_apart(fields, got, hosts, connected, all_closed) -> None:
-    """The same words in all processes, and nothing is opened."""
+    """All processes give the same reason, and nothing is opened."""
     job = Job(OVER_HOSTS, **fields)
     (found,) = set(job.results())
     with pytest.raises(ValueError, match=r"clique of an NVLink fabric") as error:
@@ -111,7 +111,7 @@ def test_hosts_apart(fields, got, hosts, connected, all_closed) -> None:
 
 
 def test_no_channel(hosts, connected, all_closed) -> None:
-    """The attribute and the fabric are there, but handles do not work."""
+    """The attribute and the fabric exist, but handles do not work."""
     job = Job(OVER_HOSTS, fabric=ALL_IN_RACK, makes_handles={3: False})
     (found,) = set(job.results())
     assert "nvidia-caps-imex-channels" in found[0]
@@ -121,7 +121,7 @@ def test_no_channel(hosts, connected, all_closed) -> None:
 
 
 def test_one_host_of_a_rack(connected, all_closed) -> None:
-    """Descriptors as ever, and nothing hangs on a channel."""
+    """Uses descriptors as usual, and does not depend on a channel."""
     job = Job(PAIRS, fabric=ALL_IN_RACK, makes_handles={1: False, 2: False})
     check_marks(job, job.results())
     assert kinds(job) == {int}
@@ -131,7 +131,7 @@ def test_one_host_of_a_rack(connected, all_closed) -> None:
 
 @pytest.mark.parametrize("fabric", ["", RACK])
 def test_forced_on_one_host(fabric: str, connected, all_closed, monkeypatch) -> None:
-    """By handles, without a socket; a host need not be in a fabric for it."""
+    """Uses handles without a socket; the host need not be in a fabric."""
     monkeypatch.setenv(_fabric.FORCE, "1")
     job = Job(PAIRS, fabric=dict.fromkeys(range(4), fabric))
     check_marks(job, job.results())
@@ -141,7 +141,7 @@ def test_forced_on_one_host(fabric: str, connected, all_closed, monkeypatch) -> 
 
 
 def test_forced_in_one_process(connected, all_closed, monkeypatch) -> None:
-    """Then in all: both ends must take the same way."""
+    """Then all are forced, as both ends must use the same way."""
     true_card = _fabric.peer_info
 
     def card(native: Any, ordinals: dict[int, int]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_forced_without_handles(value, forced, all_closed, monkeypatch) -> None:
 
 
 def test_forced_beside_a_group_of_one_process(all_closed, monkeypatch) -> None:
-    """Which passes nothing, and needs no handles."""
+    """A group of one process passes nothing and needs no handles."""
     monkeypatch.setenv(_fabric.FORCE, "1")
     groups = make_groups([[(0, 0), (1, 0)], [(2, 0), (2, 1)]])
     job = Job(groups, makes_handles={2: False})

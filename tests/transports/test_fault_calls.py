@@ -1,6 +1,6 @@
-"""The calls that tests of faults make are those of the library, on any machine.
+"""The calls that tests of faults make equal those of the library, on any machine.
 
-Those tests want several GPUs. Here their helpers run on all ranks at once.
+Those tests need several GPUs. Here their helpers run on all ranks at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_results(scene: Any, kind: str, call: Any, public: Any) -> None:
 
 
 def test_lines_of_combines_differ(scene: Any) -> None:
-    """The tag of a call has its line."""
+    """A call's tag depends on its line."""
     args = operands(scene, "combine")
     first, second = (
         re.findall(r"site = (\d+)", program(scene, call).lower(*args).as_text())

@@ -1,4 +1,4 @@
-"""What only a machine with GPUs can show: the CPU's bits, captured graphs, traces."""
+"""What only a machine with GPUs can test: equal bits to CPUs, CUDA graphs, traces."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def mesh_of(platform, ranks):
 
 
 def round_trip(platform, config, ranks, seed, transport):
-    """Every leaf of a dispatch, and the combine of its rows, on one platform."""
+    """All leaves of a dispatch, and the combine of its rows, on one platform."""
     rng = np.random.default_rng(seed)
     mesh = mesh_of(platform, ranks)
     inputs = helpers.make_inputs(
@@ -61,7 +61,7 @@ def test_captured_graphs_replay_with_changing_routing():
 
 
 def test_independent_calls_of_concurrent_graphs():
-    """Where XLA runs side by side what nothing orders, the calls of a handle wait."""
+    """XLA runs unordered work concurrently, but a handle's calls run one by one."""
     compare_transports.p2p_mesh()
     result = replay("open", "p2p", CONCURRENT)
     gpus.assert_captured(result.pop("launches"), result["calls"])
@@ -69,7 +69,7 @@ def test_independent_calls_of_concurrent_graphs():
 
 
 def test_captured_graphs_replay_after_close():
-    """Right results or none at all, as the transport promises, and no fault."""
+    """Results are right or empty, as the transport promises, without a fault."""
     result = replay("close", helpers.TRANSPORT, CAPTURE)
     assert result["launches"][0] > 0
     assert result["wrong"] == 0
@@ -86,7 +86,7 @@ def test_kernels_show_by_name_in_a_trace(tmp_path):
         round_trip("gpu", config, ranks, 3, helpers.TRANSPORT)
     (path,) = tmp_path.glob("**/*.xplane.pb")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of its binding
+        warnings.simplefilter("ignore", DeprecationWarning)  # from its binding
         data = jax.profiler.ProfileData.from_file(str(path))
         names = {
             event.name

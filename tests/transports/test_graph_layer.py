@@ -1,9 +1,9 @@
-"""A whole MoE step, captured and replayed thousands of times, its routing always new.
+"""A whole MoE step, captured and replayed thousands of times, with new routing each.
 
-"copied" has its halves exchanged by XLA's copies, which run beside graphs; "stream" has
-the first halves on XLA's stream of collectives.
+In "copied" XLA's copies, which run beside graphs, exchange the halves. In "stream" the
+first halves run on XLA's stream of collectives.
 
-CPUs have no graphs: there a few calls show that the step notices what is wrong.
+CPUs have no graphs: there a few calls show that the step notices errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers import graph_layer_worker
 
 CALLS = 10_000
 FORMS = pytest.mark.parametrize("form", ["whole", "halves", "copied", "stream"])
-# Copies by engines, and the scheduler that puts other work beside them.
+# Copies by copy engines, and the scheduler that runs other work beside them.
 COPIES = (
     "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_enable_latency_hiding_scheduler=true"
 )
@@ -44,7 +44,7 @@ def test_few_calls(form):
     gpus.require_stream(form, helpers.TRANSPORT)
     found = graph_layer_worker.main(form, 5, 8)
     assert right(dict(found), 8), found
-    # Whoever looks for captured calls finds none where there are no graphs.
+    # Without graphs there are no counts of captured calls.
     assert (found["launches"] is None) == (jax.default_backend() == "cpu")
 
 
@@ -77,7 +77,7 @@ def test_numpy_and_jax_have_the_same_formula():
             np.testing.assert_array_equal(got[token], wanted)
 
 
-# What few tokens take, what goes round two regions, and what has one.
+# Low-latency calls, calls that alternate between two regions, calls with one region.
 @pytest.mark.gpu
 @FORMS
 @pytest.mark.parametrize("tokens", [8, 200, 600])
@@ -92,7 +92,7 @@ def test_replayed(form, tokens):
     )
     assert right(dict(found), CALLS), found
     if form == "stream" and helpers.TRANSPORT != "collective":
-        # In a graph nothing would run beside the first halves of its two calls.
+        # Inside a graph nothing would run beside the first halves of the two calls.
         assert found["launches"][1] >= 2 * CALLS, found
     else:
         gpus.assert_captured(found["launches"], CALLS)

@@ -1,4 +1,4 @@
-"""What an init leaves behind where Ctrl-C ends it, or the process forks meanwhile."""
+"""What an init leaves behind if Ctrl-C ends it or the process forks meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import fake_windows, helpers
 
 
 def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
-    """A fork copies descriptors: none of them is closed before the child ends."""
+    """A fork copies descriptors, which stay open until the child ends."""
     giver = DescriptorServer()
     copy = os.dup(giver._wake.fileno())
     closing = threading.Thread(target=giver.close, daemon=True)
@@ -28,7 +28,7 @@ def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
 
 
 class Interrupted(fake_windows.Store):
-    """Of a process whose user presses Ctrl-C, and again while it says so to others."""
+    """The user presses Ctrl-C, and again while the process tells the others."""
 
     def key_value_set_bytes(self, key, value, allow_overwrite=False):
         if "/gone/" in key:
@@ -37,7 +37,7 @@ class Interrupted(fake_windows.Store):
 
 
 def test_second_interrupt_of_a_meeting() -> None:
-    """It keeps neither its thread and socket nor the next meeting from beginning."""
+    """The meeting's thread and socket end, and the next meeting can begin."""
     before = fake_windows.descriptors()
     store = Interrupted()
     other = Rendezvous([0, 1], 1, 20.0, "same", store)
@@ -55,14 +55,14 @@ def test_second_interrupt_of_a_meeting() -> None:
     thread.join(20)
     assert fake_windows.threads_of_meetings() == 0
     assert fake_windows.descriptors() == before
-    # It waits for the other process, and for no lock of its own.
+    # It waits only for the other process, not for a lock of this one.
     alone = Rendezvous([0, 1], 0, 0.3, "same", store)
     with pytest.raises(RuntimeError, match="got nothing from"), alone:
         alone.gather("one", 1)
 
 
 def test_interrupted_wait_of_nvshmem() -> None:
-    """The call goes on by itself: no other one may come beside it."""
+    """The interrupted call goes on in the background, and no other may start then."""
     heap, ended = nvshmem.Heap(lambda: None), threading.Event()
     main = threading.main_thread().ident
     assert main is not None
@@ -71,7 +71,7 @@ def test_interrupted_wait_of_nvshmem() -> None:
         signal.pthread_kill(main, signal.SIGINT)
         ended.wait(60)
 
-    # Whoever starts tests in the background may have had it ignored.
+    # A shell that runs tests in the background may have them ignore Ctrl-C.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -85,7 +85,7 @@ def test_interrupted_wait_of_nvshmem() -> None:
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
-    """Of the code that leaves nothing has run: no lock is kept, and no thread."""
+    """Even if no code that leaves init has run, no lock and no thread is kept."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     listening = []
 
@@ -95,7 +95,7 @@ def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(Rendezvous, "__exit__", interrupted)
-        # As of several processes, of whose meetings there is one at a time.
+        # As with several processes, which have one meeting at a time.
         patch.setattr(Rendezvous, "alone", property(lambda self: self._locked))
         patch.setattr(Rendezvous, "begin", lambda self: setattr(self, "_locked", True))
         patch.setattr(Rendezvous, "_unlock", lambda self: listening.append("unlocked"))
@@ -107,7 +107,7 @@ def test_interrupt_as_init_is_left(traced: bool, monkeypatch) -> None:
 
 
 def test_interrupt_of_a_store_that_stands_still() -> None:
-    """A call into C++ that does not come back does not keep Ctrl-C."""
+    """A C++ call that does not return does not block Ctrl-C."""
     ended = threading.Event()
     main = threading.main_thread().ident
     assert main is not None

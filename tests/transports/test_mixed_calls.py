@@ -1,7 +1,7 @@
-"""Processes in different collective calls: every rank is told, and results are nothing.
+"""Processes in different collective calls: all ranks get an error and empty results.
 
 XLA pairs up whatever exchanges its processes run, so each call would get the other's
-data. tests/cc/mixed_calls_test.cc has the steps alone.
+data. tests/cc/mixed_calls_test.cc tests only the steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMEOUT_S = 90
 def run_processes(
     processes: int, args: list[str], folder: pathlib.Path, **environment: str
 ) -> None:
-    """Starts the workers and asserts that each ends well."""
+    """Starts the workers and asserts that all succeed."""
     ended = launch(
         "mixed_calls_worker.py", processes, args, folder, TIMEOUT_S, environment
     )
@@ -42,7 +42,7 @@ def test_all_are_told(processes: int, devices: int, tmp_path: pathlib.Path) -> N
 
 
 def test_reports_are_raised_one_kind_at_a_time(monkeypatch) -> None:
-    """What was no call of jax_ep has no name; bad ids wait for the next check."""
+    """An exchange that is not jax_ep's has no name; bad ids wait for the next check."""
     mesh = helpers.make_mesh(1)
     config = helpers.make_config()
     with jax_ep.init(mesh, "ep", config, transport="collective") as ep:
@@ -67,7 +67,7 @@ def test_reports_are_raised_one_kind_at_a_time(monkeypatch) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("transport", ["collective", "p2p"])
 def test_all_are_told_on_gpus(transport: str, tmp_path: pathlib.Path) -> None:
-    """On p2p the halves with `overlap="copy"`, which exchange through XLA as well."""
+    """On p2p for halves with `overlap="copy"`, which exchange through XLA as well."""
     processes = helpers.some_ranks(4)
     if processes == 1 and gpus.ONE_GPU in os.environ:
         processes = 4

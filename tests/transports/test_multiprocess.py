@@ -38,7 +38,7 @@ def test_one_process_per_gpu(tmp_path: pathlib.Path) -> None:
 def run_processes(
     processes: int, args: list[str], folder: pathlib.Path, **environment: str
 ) -> None:
-    """Starts the workers with `args` and asserts that each ends well."""
+    """Starts the workers with `args` and asserts that all succeed."""
     environment["JAX_EP_TEST_TRANSPORT"] = "collective"
     ended = launch(
         "multiprocess_worker.py",

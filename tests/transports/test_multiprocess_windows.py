@@ -1,6 +1,6 @@
 """Inits of transport p2p over jax.distributed processes, with fake windows.
 
-Agreement, hand-over and deaths are real; only CUDA's part is not.
+Agreement, passing descriptors and deaths are real; only CUDA's part is fake.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
         straight = [DEVICES * process, DEVICES * process + 1]
         crossed = [process, process + PROCESSES]
         assert found["ranks"] == [straight, crossed, straight]
-        # Of each window: its own rank and those of other processes have marked it.
+        # Each window is marked by its own rank and by ranks of other processes.
         for marks, ranks in zip(found["marks"], found["ranks"], strict=True):
             for rank, window in zip(ranks, marks, strict=True):
                 assert window == [r == rank or r not in ranks for r in range(SIZE)]
@@ -47,7 +47,7 @@ def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
     assert len(set(keys)) == 1
     assert type(keys[0]) is int
     for words in zip(*(found["refused"] for found in results), strict=True):
-        # The same text in all.
+        # All processes have the same text.
         assert len(set(words)) == 1
         assert f"(process {PROCESSES - 1})" in words[0]
     first, second = results[0]["refused"]
@@ -56,7 +56,7 @@ def test_choices_of_all_processes(tmp_path: pathlib.Path) -> None:
 
 
 def test_processes_that_are_killed(tmp_path: pathlib.Path) -> None:
-    """One at each step: the others' init ends in time, names it, and they go on."""
+    """One dies at each step: the others' init ends in time and names it; they go on."""
     count = SURVIVORS + len(DEATHS)
     killed = range(SURVIVORS, count)
     ended = launch(

@@ -1,7 +1,7 @@
-"""Transport p2p gives the bits of collective: shapes, routings and options at length.
+"""Transport p2p gives the bits of collective: many shapes, routings and options.
 
-The semantics tests, run with JAX_EP_TEST_TRANSPORT=p2p, compare with the oracle; here
-are the shapes at which kernels change their ways.
+The semantics tests, run with JAX_EP_TEST_TRANSPORT=p2p, compare with the oracle. These
+tests have the shapes at which kernels change their behaviour.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _dtype_cases() -> list[Case]:
 
 
 def _hidden_cases() -> list[Case]:
-    # 16 bytes a row; a piece of combine and a little; rows past a stage of shared
-    # memory: 80 KB, and 160 KB of float32.
+    # 16 bytes per row; slightly more than a piece of a combine; rows that exceed a
+    # stage of shared memory: 80 KB, or 160 KB in float32.
     cases = []
     for dtype, hiddens in (
         ("bfloat16", (8, 16, 2048 + 8, 7168, 40000)),
@@ -64,7 +64,7 @@ CASES = [
         {"num_experts": 2048, "top_k": 8, "max_tokens_per_rank": 130},
         routings=("full", "one:2047"),
     ),
-    # One region (T > 512) and two; the counts at which chunks change their size.
+    # One region (T > 512) and two; the counts at which the chunk size changes.
     Case("depth1", LONG, (1, 2, 7, 128, 513, 1024), ("random",)),
     Case("depth2", LONG | {"max_tokens_per_rank": 512}, (1, 128, 511, 512)),
     Case(
@@ -146,7 +146,7 @@ def test_ranks_are_places_in_the_mesh(order) -> None:
 
 
 def test_backward_reuses_the_route() -> None:
-    """Forward: one dispatch, one combine. Backward: along the route, no second one.
+    """Forward: one dispatch, one combine. Backward: both along the route, as it is.
 
     `ep_combine_back` scales rows on their own rank.
     """

@@ -1,4 +1,4 @@
-"""Transport p2p: two micro-batches, one's exchange under the other's work, on GPUs."""
+"""Transport p2p: one micro-batch's exchange overlaps with another's work, on GPUs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.gpu
 
 
 def doubled(rows: Any, group_sizes: Any) -> Any:
-    """Experts whose results and gradients are the same bits in every program."""
+    """Experts whose results and gradients have the same bits in every program."""
     return rows * 2
 
 
 def results(layers: Callable[..., Any], first: Any, second: Any) -> dict[str, Any]:
     """Both batches' sums, and gradients.
 
-    The cotangents are made of the sums, so that the calls of a handle follow each other
-    by data, backward too.
+    The cotangents depend on the sums, so that data dependence orders the calls of a
+    handle, also backward.
     """
 
     def run(x: Any, w: Any, z: Any, v: Any) -> Any:
@@ -36,11 +36,11 @@ def results(layers: Callable[..., Any], first: Any, second: Any) -> dict[str, An
     return {"exact": (sums, dx, dz), "near": (dw, dv)}
 
 
-# One region that calls go round (T > 512) and two.
+# One region for whole calls (T > 512), and two.
 @pytest.mark.parametrize("tokens", [600, 64])
 @pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
 def test_in_turns(tokens: int, overlap: str) -> None:
-    """100 calls in flight, as two layers one after the other over collective."""
+    """100 calls in flight give the same as two successive layers over collective."""
     fields = {"max_tokens_per_rank": tokens, "hidden_size": 1024, "top_k": 4}
     config = helpers.make_config(**fields, overlap=overlap, pending_calls=1)
     mesh = compare_transports.p2p_mesh()

@@ -1,4 +1,4 @@
-"""Transport p2p: missing and late ranks, calls that differ, memory. All in processes.
+"""Transport p2p: missing and late ranks, differing calls, memory. All in processes.
 
 A rank that waits for ever, a poisoned handle or lost memory then ends with its process.
 """
@@ -21,9 +21,9 @@ def run(scenario: str, ranks: int = 2) -> dict:
     compare_transports.p2p_mesh(ranks)
     env = {
         "JAX_EP_TEST_TRANSPORT": "p2p",
-        # Faults are of two ranks; only these GPUs are opened.
+        # Faults need two ranks; only their GPUs are opened.
         "JAX_EP_TEST_RANKS": str(ranks),
-        # XLA's pool is taken at once, so that what changes is not XLA's.
+        # XLA allocates its pool at once, so that later changes are not XLA's.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
     }
@@ -31,7 +31,7 @@ def run(scenario: str, ranks: int = 2) -> dict:
 
 
 def check_dead(found: dict) -> None:
-    """Nothing came out, everybody was told, and all else went on."""
+    """Results were empty, all calls raised errors, and everything else worked."""
     assert found["nothing"]
     assert all(what is True for what in found["nothing"]), found["nothing"]
     assert found["other_goes_on"] == [True, None]
@@ -40,7 +40,7 @@ def check_dead(found: dict) -> None:
 
 
 def check_missed(found: dict, kind: str, number: int) -> None:
-    """Rank 0 gave up waiting for rank 1 in that call, in time."""
+    """Rank 0 gave up waiting for rank 1 in this call, in time."""
     check_dead(found)
     waited = found["seconds_waited"] - faults.TIMEOUT_S
     assert -0.1 < waited < SLACK_S
@@ -53,9 +53,9 @@ def check_missed(found: dict, kind: str, number: int) -> None:
 
 @pytest.mark.parametrize("call", ["dispatch", "combine", "cached"])
 def test_missing_rank(call: str) -> None:
-    """All waiting calls end together; the error names who waited for whom in what."""
+    """All waiting calls end together; the error names both ranks and the call."""
     found = run(f"missing_{call}")
-    # The handle had dispatched twice, and combined never.
+    # The handle had dispatched twice and had not combined.
     combine = call == "combine"
     check_missed(found, "combine" if combine else "dispatch", 1 if combine else 3)
 
@@ -93,7 +93,7 @@ def test_ranks_call_handles_of_other_configs() -> None:
 
 
 def test_closing_while_a_rank_is_inside() -> None:
-    """close() takes no longer than the waits that it finds."""
+    """close() takes no longer than the waits in progress."""
     found = run("closing")
     assert found["closed_s"] < faults.TIMEOUT_S + SLACK_S
     assert found["nothing"] is True
@@ -104,7 +104,7 @@ def test_closing_while_a_rank_is_inside() -> None:
 
 @pytest.mark.parametrize("how", ["tokens", "few_tokens", "kind", "line"])
 def test_ranks_make_different_calls(how: str) -> None:
-    """Other n, or a dispatch against one along a known route: an error, never data."""
+    """A different n, or a dispatch against one along a route: an error, never data."""
     found = run(f"differs_{how}")
     check_dead(found)
     for message in found["complaints"]:
@@ -125,7 +125,7 @@ def test_window_that_no_gpu_can_hold() -> None:
 
 @pytest.mark.exclusive
 def test_memory_of_windows_is_what_handles_say() -> None:
-    """To the granule in which the driver gives memory out."""
+    """Equal up to the granularity of the driver's allocations."""
     found = run("sizes")["found"]
     assert len({said for said, _ in found}) == len(found)
     for said, taken in found:
@@ -136,8 +136,8 @@ def test_memory_of_windows_is_what_handles_say() -> None:
 def test_memory_of_windows_comes_and_goes() -> None:
     found = run("flat")
     assert found["opened"] == 33
-    # The windows lie where the driver counts, and are as large as the handle says.
+    # The driver counts the windows, and they are as large as the handle says.
     assert found["held"] > 0.9 * found["buffer_bytes"] > 64 * MB
     assert found["held"] < 1.1 * found["buffer_bytes"] + 64 * MB
-    # One window lost would be more than this.
+    # Losing one window would be more than this.
     assert found["lost"] < 64 * MB

@@ -1,6 +1,6 @@
 """Transport p2p gives the bits of collective: token formats.
 
-The shapes at which kernels change their ways, as in test_p2p.py.
+With the shapes at which kernels change their behaviour, as in test_p2p.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _format_cases() -> list[Case]:
             Case(f"{name}_cut", LONG | base | CUT, (1024, 513), drops=True),
             Case(f"{name}_free_tail", base | {"zero_tail": False}, (None, 1), ROUTINGS),
         ]
-        # Scales of no whole vectors; rows past a stage, as tokens and as codes.
+        # Scales that are not whole vectors; rows that exceed a stage, tokens and codes.
         cases += [
             Case(f"{name}_{dtype}_hidden{hidden}", base | {"dtype": dtype} | wide, (5,))
             for dtype in oracle.DTYPES

@@ -27,7 +27,7 @@ from support.launch import environment, run_to_end
 
 @pytest.fixture
 def opened(monkeypatch):
-    """What init asks of the native module, and the failures that it then reports."""
+    """init's calls of the native module, and the failures that the module reports."""
     record = types.SimpleNamespace(opened=[], closed=[], failures=[])
 
     def open_windows(key, groups, config, **options):
@@ -58,7 +58,7 @@ def opened(monkeypatch):
 @pytest.fixture
 def mesh():
     if jax.default_backend() != "cpu":
-        # Its native module is replaced; on GPUs test_p2p*.py runs the real one.
+        # p2p's native module is replaced; on GPUs test_p2p*.py runs the real one.
         pytest.skip("fakes windows on CPU devices")
     return helpers.make_mesh(4)
 
@@ -99,7 +99,7 @@ def test_init_opens_windows(mesh, opened, monkeypatch) -> None:
     ]
 
 
-# T = 8 tokens, K = 3, L = 6 experts: what windows have room for.
+# What windows have room for with T = 8 tokens, K = 3, L = 6 experts.
 ROOM = {
     "source": (8, 24, 3, 6),
     "none": (24, 24, 3, 6),
@@ -113,7 +113,7 @@ def test_windows_of_options(mesh, opened, mode: str) -> None:
     with helpers.init(mesh, **options.MODES[mode], pending_calls=1) as ep:
         assert ep.transport == "p2p"
         assert ep.buffer_bytes == (4096 if mode in ROOM else 0)
-    # With skip_a2a there are none.
+    # With skip_a2a there are no windows.
     fields = ("dispatch_tokens", "combine_tokens", "top_k", "local_experts")
     room = [tuple(config[f] for f in fields) for _, config, _ in opened.opened]
     assert room == ([ROOM[mode]] if mode in ROOM else [])
@@ -141,7 +141,7 @@ def test_check_raises_while_poisoned(mesh, opened) -> None:
 
 
 def everything(ep: Any, x: Any, ids: Any, w: Any, skip: Any) -> Any:
-    """Every call of a transport, with and without what may be left out."""
+    """Every call of a transport, with and without optional operands."""
 
     def run(x: Any, w: Any, skip: Any) -> Any:
         d = jax_ep.dispatch(ep, x, ids, w)
@@ -180,7 +180,7 @@ def test_types_are_those_of_collective(mesh, opened, monkeypatch, dtype: str) ->
 
 
 def sites() -> list[str]:
-    """Sites of two dispatches on one line's function each, and of the first again."""
+    """The sites of two dispatches on different lines, and of the first one again."""
     mesh = helpers.make_mesh(1)
     ep = jax_ep.init(mesh, "ep", helpers.make_config(), transport="collective")
     vars(ep)["transport"] = "p2p"
@@ -202,7 +202,7 @@ def sites() -> list[str]:
 
 
 def test_site_is_the_users_line() -> None:
-    """So that a mix-up of calls shows; equal in processes with other hash seeds."""
+    """So mixed-up calls are detected; equal in processes with other hash seeds."""
     one, other, again = sites()
     assert one == again != other
     done = run_to_end(

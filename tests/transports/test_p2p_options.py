@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _cases() -> list[tuple[str, str, int]]:
-    """Each mode in half of the shapes, and with one of the small sizes of calls."""
+    """Each mode in half of the shapes, and with one of the small numbers of tokens."""
     few = (0, 1, 2, 7, 128)
     return [
         (mode, shape, few[(i + j) % len(few)])
@@ -99,7 +99,7 @@ def narrow(columns: int, calls: Any, ep: Any, o: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("columns", [8, 1032])
 @pytest.mark.parametrize("mode", ["rank", "source", "none", "shared"])
 def test_fewer_columns(mode: str, columns: int) -> None:
-    """In windows that were made for wider rows."""
+    """Rows are narrower than those for which the windows were made."""
     changes = {"max_tokens_per_rank": 600, "hidden_size": 2048}
     changes |= helpers.HALVES | options.MODES.get(mode, {})
     config = helpers.make_config(**changes)
@@ -128,7 +128,7 @@ def test_fewer_columns(mode: str, columns: int) -> None:
 
 @pytest.mark.parametrize("mode", ["source", "none", "shared_source"])
 def test_rows_without_a_place(mode: str) -> None:
-    """A dropped row counts as zero: times a weight that is not finite as NaN."""
+    """A dropped row counts as zero, and with a weight that is not finite as NaN."""
     changes = {"max_tokens_per_rank": 64, "hidden_size": 64, "recv_capacity": 70}
     config = helpers.make_config(**(changes | options.MODES[mode]))
     with compare_transports.Pair(compare_transports.p2p_mesh(), config) as pair:
@@ -147,7 +147,7 @@ def test_rows_without_a_place(mode: str) -> None:
         o = pair.operands(1, 64, "full")
         wanted = plain(o)
         assert bool(jnp.any(wanted[0].num_dropped > 0))
-        # What windows held before is not taken for a row.
+        # Old contents of windows are not taken for a row.
         for seed in (2, 3):
             fast(pair.operands(seed, 64, "full"))
         compare_transports.assert_same(fast(o), wanted)

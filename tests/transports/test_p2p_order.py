@@ -1,6 +1,6 @@
 """Transport p2p: any order of calls, many in flight, epochs that wrap, threads.
 
-What could hang runs in p2p_worker.py, in a process of its own.
+What could hang runs in its own process, p2p_worker.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support import compare_transports, gpus, helpers
 
 pytestmark = pytest.mark.gpu
 
-# One region a source (T > 512) and two.
+# One region per source (T > 512), and two.
 DEPTHS = pytest.mark.parametrize("tokens", [600, 64], ids=["depth1", "depth2"])
 
 
@@ -43,7 +43,7 @@ def programs(pair, body):
 
 @DEPTHS
 def test_many_in_flight(tokens: int) -> None:
-    """250 dispatch-combine pairs enqueued before the first result is looked at."""
+    """250 dispatch-combine pairs are enqueued before the first result is read."""
     with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, layer)
         sets = [pair.operands(seed, tokens) for seed in range(5)]
@@ -54,7 +54,7 @@ def test_many_in_flight(tokens: int) -> None:
 
 
 def test_handles_interleaved() -> None:
-    """A-B-A-B of unlike handles and a twin of the first, many in flight."""
+    """Calls alternate between different handles and a twin, with many in flight."""
     mesh = compare_transports.p2p_mesh()
     with (
         compare_transports.Pair(mesh, config(600)) as a,
@@ -75,7 +75,7 @@ def test_handles_interleaved() -> None:
 
 
 def ddcc(ep, o, p):
-    """Dispatch, dispatch, then the combines, of the older route last and twice."""
+    """Two dispatches, then their combines: the older route's come last, and twice."""
     first = jax_ep.dispatch(ep, o.dy, o.ids, o.weights)
     second = jax_ep.dispatch(ep, p.dy, p.ids, p.weights)
     y_second = jax_ep.combine(ep, second.tokens, second.route, second.router_weights)
@@ -128,7 +128,7 @@ def test_scan_over_rematerialised_layers(tokens: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("bits", [32, 63, 64])
 def test_epochs_wrap(bits: int, tokens: int, monkeypatch) -> None:
-    """Calls whose numbers pass 2**32, 2**63 and 2**64; each call counts one."""
+    """Calls whose epochs pass 2**32, 2**63 and 2**64; each call adds one."""
     monkeypatch.setattr(init, "_FIRST_EPOCH", 2**bits - 5)
     with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         fast, plain = programs(pair, layer)

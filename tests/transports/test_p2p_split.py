@@ -1,4 +1,4 @@
-"""Transport p2p: calls in halves at real sizes, and those not ended, or ended twice.
+"""Transport p2p: calls in halves at real sizes, also never ended or ended twice.
 
 The semantics tests of halves (test_split*.py) run with JAX_EP_TEST_TRANSPORT=p2p.
 """
@@ -20,7 +20,7 @@ from support.p2p_calls import halves, pipelined, whole
 
 pytestmark = pytest.mark.gpu
 
-# One region that calls go round (T > 512) and two.
+# One region for whole calls (T > 512), and two.
 TURNS = pytest.mark.parametrize("tokens", [600, 64], ids=["one", "two"])
 
 
@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_bits(shape: str) -> None:
-    """As whole calls over windows and as XLA's exchange, of any number of tokens."""
+    """The same as whole calls over windows and as XLA's exchange, for any n."""
     made = config(1000, **SHAPES[shape])
     with compare_transports.Pair(compare_transports.p2p_mesh(), made) as pair:
         runs = [
@@ -106,7 +106,7 @@ def pulled(ep: Any, o: compare_transports.Operands) -> Any:
 @pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
 @pytest.mark.parametrize("tokens", [7, 600])
 def test_same_gradients(tokens: int, overlap: str) -> None:
-    """Backward all is of the windows, on a route of either half's making."""
+    """All backward calls use the windows, with a route from either kind of halves."""
     made = config(tokens, overlap=overlap, recv_capacity=2 * tokens)
     with compare_transports.Pair(compare_transports.p2p_mesh(), made) as pair:
         fast, plain = (
@@ -119,7 +119,7 @@ def test_same_gradients(tokens: int, overlap: str) -> None:
 
 
 def looped(ep: Any, o: compare_transports.Operands) -> Any:
-    """Three layers in a scan, of which the backward pass repeats the halves."""
+    """Three layers in a scan, whose halves the backward pass repeats."""
 
     @jax.checkpoint
     def step(x: Any, _: None) -> Any:
@@ -164,7 +164,7 @@ def test_in_flight(tokens: int, overlap: str, first_epoch: Any, monkeypatch) -> 
 
 @TURNS
 def test_across_programs(tokens: int) -> None:
-    """Pendings leave their program; each is ended after the next one has begun."""
+    """Pendings leave their program; each ends after the next one has begun."""
     with compare_transports.Pair(compare_transports.p2p_mesh(), config(tokens)) as pair:
         ep, mesh = pair.p2p, pair.mesh
 
@@ -194,7 +194,7 @@ def test_dropped_calls_hold_up_nothing(tokens: int) -> None:
                 for _ in range(2)
             ]
             d = jax_ep.dispatch(pair.p2p, o.dy, o.ids, o.weights)
-            # Keeps the first halves; nobody ends them.
+            # Keeps the first halves, which are never ended.
             return d.tokens, [pending.held for pending in pendings]
 
         start = compare_transports.mapped(pair.mesh, drop)
@@ -211,7 +211,7 @@ def test_dropped_calls_hold_up_nothing(tokens: int) -> None:
 
 @pytest.mark.parametrize("how", ["twice", "given up"])
 def test_ended_when_not_pending(how: str) -> None:
-    """A named error, after which other handles go on."""
+    """A named error, after which other handles still work."""
     mesh = compare_transports.p2p_mesh()
     with compare_transports.Pair(mesh, config(64)) as pair:
         start = compare_transports.mapped(
@@ -224,7 +224,7 @@ def test_ended_when_not_pending(how: str) -> None:
             jax.block_until_ready(end(pending))
         else:
             jax.block_until_ready([start(o), start(o)])
-        # A rank that launches after another has found out says so at once.
+        # A rank that launches after another has noticed raises at once.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             d = jax.block_until_ready(end(pending))
             assert bool(jnp.all(jnp.isnan(d.tokens.astype(jnp.float32))))
@@ -235,8 +235,8 @@ def test_ended_when_not_pending(how: str) -> None:
             match=r"rank \d was to end dispatch call epoch \d+, which was not pending",
         ):
             pair.p2p.check()
-        # A program of its own: one that ran before may be replayed as a graph, whose
-        # handlers nobody asks.
+        # A new program, as one that ran before may be replayed as a graph, without
+        # calling handlers.
         again = compare_transports.mapped(
             mesh, lambda o: jax_ep.dispatch(pair.p2p, o.dy, o.ids, o.weights)
         )

@@ -1,6 +1,6 @@
 """Transport p2p gives the bits of collective: quantised sums and gradients.
 
-The shapes at which kernels change their ways, as in test_p2p.py.
+With the shapes at which kernels change their behaviour, as in test_p2p.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def _wire_format_cases() -> list[Case]:
-    # Pieces of a combine, whole and in part; rows past a stage.
+    # Whole and partial pieces of a combine; rows that exceed a stage.
     wires = {"combine_format": "fp8_block128", "grad_format": "fp8_block128"}
     cases = [
         Case(

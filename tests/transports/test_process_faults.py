@@ -1,7 +1,7 @@
-"""Several processes, of which the last one comes late, differs, misses or closes.
+"""Several processes, of which the last one is late, differs, is missing or closes.
 
 Over p2p, over shmem on one node, and over shmem between forced nodes. With
-JAX_EP_TEST_ONE_GPU=1, where there is one GPU, four processes share it.
+JAX_EP_TEST_ONE_GPU=1, four processes share a single GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLACK_S = 5.0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
-    # Ranks of a node; 0: those of the host.
+    # Ranks per node; 0: those of the host.
     pytest.mark.parametrize(
         "transport", ["p2p:0", "shmem:0", "shmem:2", "shmem:1"], scope="module"
     ),
@@ -33,7 +33,7 @@ pytestmark = [
 
 @functools.cache
 def job(name: str, node: str, count: int) -> list[Ended]:
-    """Of all scenarios, one after the other."""
+    """Runs a job of all scenarios, one after the other."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory() as folder,
@@ -50,7 +50,7 @@ def job(name: str, node: str, count: int) -> list[Ended]:
 
 
 def outcomes(transport: str) -> list[dict[str, Any]]:
-    """What every process of the job heard, by scenario."""
+    """What every process of the job reported, by scenario."""
     name, node = transport.split(":")
     count = gpu_processes.rank_count()
     if name == "shmem":
@@ -61,19 +61,19 @@ def outcomes(transport: str) -> list[dict[str, Any]]:
 
 
 def heard(transport: str, scenario: str) -> list[dict[str, Any]]:
-    """What every process heard of a call that failed in all of them, in time."""
+    """The reports of all processes on a call that must fail in all of them, in time."""
     found = [one[scenario] for one in outcomes(transport)]
     for one in found:
         assert re.search(r"\brank \d+\b.*\brank \d+\b", one["error"]), found
         assert one["seconds"] < TIMEOUT_S + SLACK_S, found
         assert all(what is True for what in one["nothing"]), found
-    # The call that failed was refused in few at most.
+    # Not all processes can have refused the call.
     assert any(one["nothing"] for one in found), found
     return found
 
 
 def last_is_awaited(found: list[dict[str, Any]]) -> bool:
-    """Whether a process names the last rank; others may have waited for that one."""
+    """Whether a process names the last rank; others may name that process instead."""
     last = len(found) - 1
     return any(named(one["error"])[1:] == [last] for one in found[:last])
 
@@ -99,7 +99,7 @@ def test_another_order(transport: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tokens", "kind"])
 def test_another_call(kind: str, transport: str) -> None:
-    """Other n, or a dispatch against one along a known route."""
+    """A different n, or a dispatch against one along a route."""
     found = heard(transport, kind)
     assert any("differ" in one["error"] for one in found), found
 

@@ -1,7 +1,7 @@
 """Transport p2p over the processes of a host: answers, bits, closing, deaths.
 
 Each test starts processes that end by themselves or are killed after TIMEOUT_S. With
-JAX_EP_TEST_ONE_GPU=1, where there is one GPU, four of them share it.
+JAX_EP_TEST_ONE_GPU=1, four of them share a single GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MB = 2**20
 
 @pytest.mark.parametrize("how", ["own", "all", "pairs"])
 def test_semantics(how: str, tmp_path: pathlib.Path) -> None:
-    """The oracle's results: a GPU a process, alone or among others; two a process."""
+    """The oracle's results: a GPU per process, alone or among others, or two GPUs."""
     devices = 2 if how == "pairs" else 1
     processes = rank_count() // devices
     if processes < 2 or (shares_one() and how != "own"):
@@ -43,7 +43,7 @@ def test_semantics(how: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_bits_of_one_process(tmp_path: pathlib.Path) -> None:
-    """Results do not depend on how the GPUs are shared out among processes."""
+    """Results do not depend on how GPUs are divided among processes."""
     count, found = rank_count(), {}
     if shares_one():
         pytest.skip("needs 2 GPUs")
@@ -62,7 +62,7 @@ def test_bits_of_one_process(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.exclusive
 def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
-    """Who is still open gets an error in time; nobody faults, no memory is lost."""
+    """Open processes get an error in time; none faults, and no memory is lost."""
     count = rank_count()
     ended = start("processes_worker.py", count, 1, tmp_path, "close", own=True)
     assert [one.code for one in ended] == [0] * count, tails(ended)
@@ -78,7 +78,7 @@ def test_closing_in_any_order(tmp_path: pathlib.Path) -> None:
         # The first and the last process are each the first to close once.
         assert len(found["closed"]) == (process in (0, count - 1)), found
         assert all("must be open" in closed["error"] for closed in found["closed"])
-        # Of windows; programs and lasting cells are small.
+        # Lost windows would be larger; programs and lasting cells are small.
         assert all(lost < 64 * MB for lost in found["lost"]), found["lost"]
     assert failures == 2 * (count - 1)
 
@@ -89,5 +89,5 @@ def test_process_that_is_killed(tmp_path: pathlib.Path) -> None:
 
 
 def test_process_that_raises(tmp_path: pathlib.Path) -> None:
-    """It closes on its way out; the others' calls end, and all go on together."""
+    """It closes as it ends; the others' calls end, and all can go on together."""
     check_process_that_raises(tmp_path, own=True)

@@ -29,7 +29,7 @@ PENDING = [
 def test_two_ranks(program: str, depth: int, workers: int) -> None:
     result = explore(program, 2, Design(depth=depth, workers=workers))
     assert result.outcomes == FINISHED, result
-    # Guards against a model that has nothing to interleave.
+    # Makes sure that the model has something to interleave.
     assert result.states > 60
 
 
@@ -75,7 +75,7 @@ def test_pending_calls(program: str, roles: str, workers: int) -> None:
     assert explore(program, 2, design).outcomes == FINISHED
 
 
-# Ranks that end a call without a look at some flags, though these come, beside ranks
+# Ranks that end a call without reading some flags, although these arrive, beside ranks
 # that wait for theirs.
 NEEDLESS = [
     ["C C C", "C~ C~ C~"],
@@ -124,7 +124,7 @@ def test_three_ranks_of_which_some_need_nothing(
 def test_credit_of_the_epoch_to_be_sent(
     ranks: int, programs: list[str], depth: int
 ) -> None:
-    """It comes to a source of whom the destination needed nothing."""
+    """A source gets it if the destination needed nothing from the source."""
     refusing = Design(depth=depth, early_credits=False)
     assert explore(programs, ranks, refusing).outcomes >= DETECTED
     # Ranks that wait for every flag cannot tell the difference.
@@ -133,7 +133,7 @@ def test_credit_of_the_epoch_to_be_sent(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_calls_without_items_wait_for_credits(depth: int) -> None:
-    """Or a rank runs on, and its credit is of an epoch later than the source's."""
+    """Otherwise a rank runs ahead, and its credit is later than the source's epoch."""
     empty = " C." * depth
     programs = ["C" + empty, "C~" + empty]
     waiting = Design(depth=depth)
@@ -172,7 +172,7 @@ def test_too_many_pending_calls_are_refused(
     assert explore(program, 2, Design(depth=depth)).outcomes == outcomes
 
 
-# The first call is begun and dropped: it makes room for later ones.
+# The first call is begun and never ended: it makes room for later ones.
 DROPPED = [
     "D>a D>b D>c D D<b D<c",
     "D>a D>b D D>c D<c D D<b",
@@ -249,7 +249,7 @@ def test_payload_comes_before_its_flag(ranks: int, design: Design) -> None:
 @pytest.mark.parametrize(
     "design",
     [
-        # Placers of the worker that has left no queue still read.
+        # Placers of a worker that has not left still read.
         Design(leave="first", workers=2, chunks=2, depth=2),
         # So does the placer of the only worker.
         Design(leave="senders", chunks=2, depth=2),

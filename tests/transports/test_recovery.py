@@ -1,4 +1,4 @@
-"""What JAX does to the others when a process dies, as docs/cluster.md has it."""
+"""What JAX does to the others when a process dies, as docs/cluster.md says."""
 
 from __future__ import annotations
 

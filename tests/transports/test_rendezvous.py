@@ -1,4 +1,4 @@
-"""What processes tell each other in an init, with threads that stand for processes."""
+"""What processes tell each other in an init, with threads that act as processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import fake_windows
 from support.errors import check_form, check_state
 from support.fake_windows import Actor, act_all
 
-# Well below the 20 s that others would wait, on machines that are slow and busy too.
+# Well below the 20 s that others would wait, also on slow and busy machines.
 SOON_S = 10.0
 
 
@@ -34,7 +34,7 @@ def test_values_of_all() -> None:
                 {p: {"from": p, "none": None} for p in processes},
                 {p: [p * 10] for p in processes},
             )
-        # The invitation, its verdict and the last one are there until the next meeting.
+        # The invitation, its verdict and the last one stay until the next meeting.
         assert len(store.values) == 3
 
 
@@ -60,7 +60,7 @@ def test_no_store_where_jax_distributed_was_not_initialized() -> None:
 
 
 def test_second_init_of_the_same_processes() -> None:
-    """It waits for the first one, but not for ever."""
+    """It waits for the first init, but not for ever."""
     store = fake_windows.Store()
     first = Actor(lambda m: m.gather("a", 1), [0, 1], 0, 30.0, subject="", store=store)
     while not any("invitation" in key for key in list(store.values)):
@@ -79,7 +79,7 @@ def test_second_init_of_the_same_processes() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_missing_process(steps: int) -> None:
-    """It never comes, or dies in the middle: all others say so, and in time."""
+    """A process never comes, or dies in the middle: all others report it in time."""
 
     def act(meeting: Rendezvous) -> None:
         for step in range(2):
@@ -88,7 +88,7 @@ def test_missing_process(steps: int) -> None:
     def die(meeting: Rendezvous) -> None:
         for step in range(steps):
             meeting.gather(f"step{step}", None)
-        # As a killed process: without leaving the meeting.
+        # Like a killed process, does not leave the meeting.
         meeting._store = None
 
     acts = {0: act, 2: act} | ({1: die} if steps else {})
@@ -104,14 +104,14 @@ def test_missing_process(steps: int) -> None:
 
 
 class Caught:
-    """As pytest.raises has it."""
+    """A caught error, as from pytest.raises."""
 
     def __init__(self, error: Any) -> None:
         self.value = error
 
 
 def test_meeting_again_after_failures() -> None:
-    """Also where some have failed more often, or at another step, than others."""
+    """Also if some have failed more often, or at another step, than others."""
     store = fake_windows.Store()
     processes = [0, 1, 2]
 
@@ -138,7 +138,7 @@ def test_meeting_again_after_failures() -> None:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_what_a_dead_process_has_left(dead: int) -> None:
-    """It is not taken for the process that is started anew."""
+    """Its keys are not taken for those of the restarted process."""
     store = fake_windows.Store()
 
     def start(process: int, timeout_s: float, value: str) -> Actor:
@@ -150,7 +150,7 @@ def test_what_a_dead_process_has_left(dead: int) -> None:
     killed = start(dead, 0.1, "old")
     killed.join()
     meeting = killed.meeting
-    # As it left them when it was killed in its wait.
+    # The keys as the process left them when it was killed while waiting.
     store.values[f"{meeting._root}/invitation"] = _dump(
         {"token": "0", "attempt": 1, "failed": None}
     )
@@ -182,7 +182,7 @@ def test_two_threads_of_a_process_meet_in_turn() -> None:
 
 
 def test_who_gives_up_ends_it_for_all() -> None:
-    """At once, long before the time limit."""
+    """The meeting ends at once, long before the time limit."""
 
     def act(meeting: Rendezvous) -> None:
         meeting.gather("one", None)
@@ -195,14 +195,14 @@ def test_who_gives_up_ends_it_for_all() -> None:
     for process in (0, 2):
         actor = actors[process]
         assert isinstance(actor.error, RuntimeError)
-        # The second to give up says why as well, and may be the one that is read.
+        # The second to give up also says why, and its message may be the one read.
         assert "process 1" in str(actor.error)
         assert "no room on device 5" in str(actor.error)
         assert actor.seconds < SOON_S
 
 
 def test_same_error_in_all_stays_what_it_is() -> None:
-    """One that is quicker to raise it does not make others say that it failed."""
+    """The first process to raise it does not make others report that it failed."""
 
     def act(meeting: Rendezvous) -> None:
         meeting.gather("one", None)
@@ -214,7 +214,7 @@ def test_same_error_in_all_stays_what_it_is() -> None:
 
 
 def test_other_subject() -> None:
-    """All of them hear that arguments differ, not that somebody is missing."""
+    """The error in all is that arguments differ, not that a process is missing."""
     store = fake_windows.Store()
     actors = [
         Actor(lambda m: m.gather("one", 1), [0, 1], p, 20.0, subject=s, store=store)
@@ -228,7 +228,7 @@ def test_other_subject() -> None:
 
 
 def test_store_that_fails() -> None:
-    """Other errors than of time are what they are."""
+    """Errors other than time-outs are passed on unchanged."""
     store = fake_windows.Store()
 
     def fail(key: str, milliseconds: int) -> None:
@@ -261,7 +261,7 @@ def test_descriptors_end_with_the_meeting() -> None:
 
 
 def test_a_step_succeeds_in_all_or_in_none() -> None:
-    """One that comes just after the others' time is up takes what they have settled."""
+    """A process that comes just after the others' time limit accepts their verdict."""
     store = fake_windows.Store()
 
     def act(meeting: Rendezvous) -> Any:
@@ -279,7 +279,7 @@ def test_a_step_succeeds_in_all_or_in_none() -> None:
 
 
 def test_failure_before_arrival_is_told() -> None:
-    """In its first attempt and again; and not to an attempt that it is not of."""
+    """In the first attempt and in later ones; and only to the attempt that failed."""
     store = fake_windows.Store()
 
     def fail(meeting: Rendezvous) -> None:
@@ -299,7 +299,7 @@ def test_failure_before_arrival_is_told() -> None:
                     error
                 )
                 assert actors[process].seconds < SOON_S
-        # All fail by themselves: nobody takes that for a failure of the next attempt.
+        # All fail by themselves, which must not count as a failure of the next attempt.
         act_all(dict.fromkeys(range(3), fail), store=store)
         actors = act_all(dict.fromkeys(range(3), act), store=store)
         for actor in actors.values():
@@ -308,7 +308,7 @@ def test_failure_before_arrival_is_told() -> None:
 
 
 class Stalled(fake_windows.Store):
-    """Of a coordinator that stands still from `since` on."""
+    """The store of a coordinator that hangs from `since` on."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Stalled(fake_windows.Store):
 
 @pytest.mark.parametrize("key", ["invitation", "/0/1", "/0/verdict", "/1/verdict"])
 def test_store_that_stands_still(key: str) -> None:
-    """Its calls have no deadline of their own, and time is up all the same."""
+    """Its calls have no deadline, but the time limit still holds."""
     store = Stalled(key)
     actors = act_all(
         dict.fromkeys(range(2), lambda m: m.gather("one", 1)), 1.0, store=store
@@ -343,7 +343,7 @@ def test_store_that_stands_still(key: str) -> None:
         assert actor.seconds < 1.0 + SOON_S
     assert any("did not answer within" in str(a.error) for a in actors.values())
     store.going.set()
-    # And they meet again, once it goes on.
+    # They can meet again once it goes on.
     actors = act_all(dict.fromkeys(range(2), lambda m: m.gather("one", 2)), store=store)
     assert [actor.result for actor in actors.values()] == [{0: 2, 1: 2}] * 2
 
@@ -362,7 +362,7 @@ LIES = [
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("place", ["0/1", "0/verdict", "1/1", "1/verdict"])
 def test_lies_of_a_process(lie: bytes, place: str) -> None:
-    """A plain error, whatever another one has written."""
+    """Whatever another process has written, the result is a plain error."""
     store = fake_windows.Store()
     true_set = store.key_value_set_bytes
 
@@ -375,7 +375,7 @@ def test_lies_of_a_process(lie: bytes, place: str) -> None:
         dict.fromkeys(range(2), lambda m: m.gather("one", 1)), 1.0, store=store
     )
     errors = [actor.error for actor in actors.values() if actor.error is not None]
-    # A value may be anything that JSON has, for whoever asked for it to judge.
+    # A value may be any JSON, which the caller must check.
     assert errors or (place, lie) == ("1/1", b'{"value": 1}')
     for error in errors:
         assert type(error) is RuntimeError
@@ -383,7 +383,7 @@ def test_lies_of_a_process(lie: bytes, place: str) -> None:
 
 
 def test_texts_that_utf8_cannot_say() -> None:
-    """A mesh axis or a message may have surrogates, as file names do."""
+    """A mesh axis or a message may have surrogates, like file names."""
     store = fake_windows.Store()
 
     def act(meeting: Rendezvous) -> Any:
@@ -441,9 +441,9 @@ class Counted(fake_windows.Store):
 
 
 def test_traffic_is_linear() -> None:
-    """Of 64 processes of which one is 2 s late: some calls for each, not for each pair.
+    """With 64 processes, one 2 s late, calls grow with processes, not with pairs.
 
-    Values reach everybody, so bytes of a step are the values of all, once for each.
+    Values reach every process, so a step's bytes are all values, once per process.
     """
     counts = {}
     for size in (8, 64):
@@ -465,7 +465,7 @@ def test_traffic_is_linear() -> None:
 
 
 def test_series_do_not_wait_for_each_other() -> None:
-    """Each process is in two at once, which it has begun in an order of its own."""
+    """Each process is in two at once, which it has begun in its own order."""
     store = fake_windows.Store()
     both = threading.Barrier(4)
 
@@ -510,7 +510,7 @@ def test_failure_at_a_place_is_told_to_whoever_comes_later(late: int) -> None:
 
 
 def test_turns_are_taken_in_one_order() -> None:
-    """In the order of the first process, whichever series another one began first."""
+    """Turns are in the order of the first process, whichever another began first."""
     store = fake_windows.Store()
     locks = {process: threading.Lock() for process in (0, 1)}
     inside: dict[int, list[str]] = {0: [], 1: []}

@@ -1,4 +1,4 @@
-"""`jax_ep.shared_handle` in processes that ask at any time and in any order."""
+"""`jax_ep.shared_handle` in processes that call it at any time and in any order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_handles_of_processes_meet(transport: str, tmp_path: pathlib.Path) -> No
         200,
         {"JAX_PLATFORMS": "cpu"},
     )
-    # All come to their end, where the thread of shared handles ends too.
+    # All processes end, and with them the thread of shared handles.
     assert [one.code for one in ended] == [0] * PROCESSES, tails(ended)
     results = [json.loads(one.last) for one in ended]
     for found in results[:-1]:

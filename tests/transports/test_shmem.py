@@ -1,7 +1,7 @@
-"""Transport shmem without a GPU: who may have it, and windows from a fake heap.
+"""Transport shmem without a GPU: when it can be used, and windows from a fake heap.
 
-Threads stand for processes and meet in the fake NVSHMEM as they would in the real
-one: each of its steps waits for all.
+Threads act as processes and meet in the fake NVSHMEM as they would in the real one:
+each of its steps waits for all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_blocks_are_freed_where_all_have_closed() -> None:
         native.close_group(1)
     job.natives[0].close_group(2)
     job.opens(3)
-    # The second one is still open in some.
+    # Some processes still have the second one open.
     frees = [("free", 2)]
     for calls in job.shared.calls:
         assert [call for call in calls if call[0] == "free"] == frees
@@ -168,7 +168,7 @@ def test_library_of_the_package(monkeypatch, tmp_path) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
     importlib.invalidate_caches()
-    # Behind it what else is installed.
+    # Other installed libraries come after it.
     wheel, *_, last = nvshmem.candidates()
     assert wheel == str(tmp_path / "nvidia" / "nvshmem" / "lib" / nvshmem.LIBRARY)
     assert last == nvshmem.LIBRARY

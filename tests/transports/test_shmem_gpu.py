@@ -1,8 +1,8 @@
 """Transport shmem on GPUs of one host, a process each: answers, bits, faults, nodes.
 
-Forced nodes have ranks reach each other by NVSHMEM's puts, which between GPUs of a host
-are stores over NVLink: what networks do to them is not tried here. With
-JAX_EP_TEST_ONE_GPU=1, where there is one GPU, four processes share it.
+Between forced nodes ranks use NVSHMEM's puts, which between GPUs of a host are stores
+over NVLink: this does not test networks. With JAX_EP_TEST_ONE_GPU=1, four processes
+share a single GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 @pytest.fixture(autouse=True)
 def shmem(monkeypatch):
-    """Processes that `start` starts run this transport."""
+    """Makes processes that `start` starts use this transport."""
     require()
     monkeypatch.setitem(gpu_processes.ENVIRONMENT, "JAX_EP_TEST_TRANSPORT", "shmem")
 
@@ -38,7 +38,7 @@ def test_semantics(tmp_path: pathlib.Path) -> None:
 
 
 def test_bits_of_p2p(tmp_path: pathlib.Path, monkeypatch) -> None:
-    """The same bits whoever has mapped the windows, over blocks used again."""
+    """Windows of either transport give the same bits, also in reused blocks."""
     count, found = gpu_processes.rank_count(), []
     for transport in ("shmem", "p2p"):
         monkeypatch.setitem(
@@ -77,7 +77,7 @@ def nodes(scenario: str, node: str, folder: pathlib.Path) -> list[Any]:
     return [json.loads(one.last) for one in ended]
 
 
-# Two ranks a node, with dispatches in bundles and without; one; one node short of two.
+# Two ranks per node, with bundled dispatches or not; one; nodes of unequal sizes.
 @pytest.mark.parametrize("node", ["2", "2 direct", "1", "3"])
 def test_nodes_are_as_collective(node: str, tmp_path: pathlib.Path) -> None:
     assert set(nodes("calls", node, tmp_path)) == {"right"}
@@ -91,7 +91,7 @@ def test_options_over_nodes(scenario: str, node: str, tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize("node", ["2", "2 direct", "1"])
 def test_rank_of_another_node_that_is_silent(node: str, tmp_path: pathlib.Path) -> None:
-    """Named in time by all others, on its node and elsewhere; another handle works."""
+    """All others name it in time, on its node and elsewhere; another handle works."""
     *others, silent = nodes("silent", node, tmp_path)
     assert not silent["error"]
     awaited = set()
@@ -99,5 +99,5 @@ def test_rank_of_another_node_that_is_silent(node: str, tmp_path: pathlib.Path) 
         assert "timed out" in found["error"], found
         assert found["seconds"] < CALL_TIMEOUT_S + gpu_processes.SLACK_S
         awaited.add(named(found["error"])[1])
-    # Others may have waited for ranks that waited for it.
+    # The others may have waited for ranks that waited for it.
     assert len(others) in awaited, others

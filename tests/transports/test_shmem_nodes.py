@@ -1,4 +1,4 @@
-"""Transport shmem without a GPU: which ranks share a node; what reaches others."""
+"""Transport shmem without a GPU: which ranks share a node, and how to reach others."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def no_start_changes_the_environment(monkeypatch):
 
 def test_ranks_of_forced_nodes_are_left_to_puts() -> None:
     job = Job(ONE_EACH)
-    # Out of reach, as those of another node may be.
+    # Out of reach, as ranks of another node may be.
     job.shared.unreached = {(0, 2), (1, 2), (2, 0), (2, 1)}
     job.opens(7, True, ranks_per_node=2)
     for process, native in job.natives.items():
         near = [0, 0, 2002] if process == 2 else [2, 1002, 0]
         assert native.given[7] == [near]
-        # The last node is short of a rank.
+        # The last node has one rank less.
         assert native.far[7] == ([[0, 1, 2]], [], KERNELS)
     # Nodes as large as the groups need no puts.
     job.shared.unreached = set()
@@ -48,7 +48,7 @@ def test_hosts_are_nodes(monkeypatch) -> None:
     hosts[0] = "b"
     job.opens(8, True)
     far = {p: native.far[8] for p, native in job.natives.items()}
-    # PEs by rank, in each group.
+    # PEs by rank in each group.
     for process, pes in {0: [3, 0], 1: [2, 1], 2: [2, 1], 3: [3, 0]}.items():
         assert far[process] == ([pes], [], KERNELS)
     given = {p: native.given[8][0] for p, native in job.natives.items()}
@@ -90,7 +90,7 @@ def test_forced_node_across_hosts() -> None:
 
 
 class HeapHere:
-    """That of the process which a thread stands for."""
+    """The heap of the process that a thread acts as."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -126,7 +126,7 @@ def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
     assert chosen(job) == "collective"
     hosts.update({1: "a", 2: "a"})
     assert chosen(Job(ONE_EACH)) == "p2p"
-    # What keeps p2p from a host is not the network.
+    # On one host, it is not the network that prevents p2p.
     job = Job(ONE_EACH)
     job.natives[0].peer = ("peer access between all GPUs", "none")
     assert chosen(job) == "collective"
@@ -143,9 +143,9 @@ def test_auto_takes_puts_between_hosts_alone(monkeypatch) -> None:
     ],
 )
 def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -> None:
-    """The others stand in it, and hear of it; `auto` can go on without.
+    """The others, which wait in the start, get the error; `auto` can go on without.
 
-    What fails before anybody has begun, and has ended, another init may try again.
+    If it raises before any process has begun, another init may try again.
     """
     job, over = Job(ONE_EACH), threading.Event()
 
@@ -163,7 +163,7 @@ def test_start_that_one_process_fails_in(process: int, step: str, ending: str) -
         over.set()
     for actor in actors:
         assert isinstance(actor.error, windows.NotMapped)
-        # The lowest one that has failed is named, if it stands in the start itself.
+        # In the start itself others fail, too, and the lowest of them is named.
         if step != "start":
             assert words in str(actor.error)
             assert f"(process {process})" in str(actor.error)
@@ -202,7 +202,7 @@ def test_doctor_says_what_is_missing(monkeypatch) -> None:
     assert build["shmem over nodes"]
     assert f"NVSHMEM 3 (pip install {nvshmem.PACKAGE})" in why
     assert "version 2.11.0" in why
-    # What a build without its device library lacks.
+    # What a build lacks that has no device library.
     module.load, module.started = lambda path: "3.4.5", lambda: False
     build, _ = found(module)
     assert build["shmem"]
@@ -211,7 +211,7 @@ def test_doctor_says_what_is_missing(monkeypatch) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_inits_of_several_threads(processes, monkeypatch) -> None:
-    """One looks at NVSHMEM only when it has started for the other, or not begun to."""
+    """A thread uses NVSHMEM only after or before another starts it, not during that."""
     job = Job(make_groups([[(process, 0) for process in range(processes)]]))
     starting, true_meet = threading.Event(), job.shared.meet
 

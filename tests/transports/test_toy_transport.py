@@ -1,4 +1,4 @@
-"""A transport of one class: `jax_ep.init` takes it, and everything works over it."""
+"""A transport in a single class: `jax_ep.init` accepts it, and everything works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import helpers
 
 
 class Gathered(Collective):
-    """Every rank is sent everything, and takes what is its own."""
+    """Every rank gets everything and takes its own part."""
 
     name = "gathered"
 

@@ -1,6 +1,6 @@
 """Which transport init chooses and why, in one process; needs no GPU.
 
-test_windows.py has meshes of several.
+test_windows.py has meshes of several processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LACKS = ("peer access between all devices of an EP group", "none from device 0 t
 
 
 class Native:
-    """A CUDA module whose devices lack `obstacle`; notes what it is asked."""
+    """A CUDA module whose devices lack `obstacle`; records calls."""
 
     MAX_WINDOW_RANKS = 32
     ELSEWHERE = -1
@@ -41,7 +41,7 @@ class Native:
 
 
 def make_mesh(sizes: dict[str, int], processes: int = 1, platform: str = "gpu") -> Any:
-    """A mesh of devices that only choosing looks at."""
+    """A mesh of fake devices, enough to choose a transport."""
     count = int(np.prod(list(sizes.values())))
     devices = [Device(i, i * processes // count, platform) for i in range(count)]
     return types.SimpleNamespace(
@@ -81,7 +81,7 @@ def test_collective_asks_nothing(native) -> None:
 
 
 def test_what_exchanges_nothing_starts_no_nvshmem(native, monkeypatch) -> None:
-    """Where "auto" would ask for it otherwise, as the first choice shows."""
+    """Otherwise "auto" would ask for it, as the first choice shows."""
     asked = []
     monkeypatch.setattr(select, "_puts_reach", lambda *args: asked.append(args))
     native.obstacle = LACKS
@@ -96,7 +96,7 @@ def test_what_exchanges_nothing_starts_no_nvshmem(native, monkeypatch) -> None:
 
 
 def assert_refused(mesh: Any, *words: str) -> None:
-    """Auto falls back without a word, p2p says what is missing."""
+    """ "auto" falls back silently, and "p2p" says what is missing."""
     assert choose(mesh, "auto") == "collective"
     with raises() as caught:
         choose(mesh, "p2p")
@@ -126,9 +126,9 @@ def test_auto_says_once_what_it_goes_without(native, caplog) -> None:
 
 
 def test_several_processes_without_jax_distributed(native, caplog) -> None:
-    """Nothing to agree by: every process finds that by itself, and says so each time.
+    """Processes cannot agree: each finds that out by itself and warns every time.
 
-    What is between processes may be another time; they must not be taken by surprise.
+    Another time they may be able to, and programs must not be surprised.
     """
     mesh = make_mesh({"ep": 4}, processes=2)
     assert_refused(mesh, "jax.distributed.initialize")

@@ -1,7 +1,7 @@
-"""Meshes of several processes: who can have windows, and opening them; needs no GPU.
+"""Meshes of several processes: when they can have windows, and opening them.
 
-Threads stand for processes, files for windows. test_multiprocess_windows.py has
-processes.
+Needs no GPU: threads act as processes, files as windows. test_multiprocess_windows.py
+has processes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def test_every_rank_maps_every_other(groups, all_closed) -> None:
     job = Job(groups)
     check_marks(job, job.results())
     for process, native in job.natives.items():
-        # Nothing but the groups that have ranks here.
+        # Only the groups that have ranks here.
         here = [group for group in groups if process in _by_process(group)]
         expected = [windows.ordinals(group, process, -1) for group in here]
         assert native.groups == expected
         assert {kind for _, kind in native.taken_by} <= {int}
         assert not native.by_fabric
-        # Fabrics are nobody's business where no group crosses processes.
+        # Fabrics are not asked for if no group crosses processes.
         assert bool(native.fabric_asked) == (groups is not APART)
-        # And without one no memory is taken to try its handles.
+        # Without a fabric no memory is allocated to try its handles.
         assert not native.handles_asked
     job.close()
 
@@ -98,7 +98,7 @@ MISPLACED = [
 
 @pytest.mark.parametrize(("groups", "fields", "must", "got"), MISPLACED)
 def test_obstacle_in_one_process(groups, fields, must, got, all_closed) -> None:
-    """All processes find the same, and nothing is opened."""
+    """All processes report the same, and nothing is opened."""
     job = Job(groups, **fields)
     results = job.results()
     assert len(set(results)) == 1
@@ -114,7 +114,7 @@ def test_unknown_uuids_are_no_obstacle(all_closed) -> None:
 
 
 def test_other_hosts(all_closed, monkeypatch) -> None:
-    """Groups apart may be on several hosts, one group may not."""
+    """Different groups may be on several hosts, one group may not."""
     hosts = iter([f"boot{i}", f"node{i}"] for i in range(100))
     monkeypatch.setattr(windows, "host", lambda: next(hosts))
     (found,) = set(Job(ONE_EACH).results())
@@ -126,7 +126,7 @@ def test_other_hosts(all_closed, monkeypatch) -> None:
 
 
 def test_containers_with_networks_of_their_own(all_closed, monkeypatch) -> None:
-    """Sockets of one boot that do not reach each other: no p2p, in any process."""
+    """Sockets on one host do not reach each other: no p2p in any process."""
     monkeypatch.setattr(Rendezvous, "listen", lambda self: "00" * 24)
     (found,) = set(Job(ONE_EACH).results())
     assert "network namespace" in found[0]
@@ -134,7 +134,7 @@ def test_containers_with_networks_of_their_own(all_closed, monkeypatch) -> None:
 
 
 def test_containers_with_users_of_their_own(all_closed, monkeypatch) -> None:
-    """Nobody gives to another user: no p2p, and no error where others serve."""
+    """Processes give nothing to another user: no p2p, but no error with "auto"."""
     user = os.geteuid()
     monkeypatch.setattr(descriptors.os, "geteuid", lambda: user + 1)
     (found,) = set(Job(ONE_EACH).results())
@@ -152,7 +152,7 @@ def test_containers_with_users_of_their_own(all_closed, monkeypatch) -> None:
     ],
 )
 def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
-    """What is the matter, and not what it often is."""
+    """The error has the actual reason, not the usual one."""
 
     def fail(self: Rendezvous, process: int, address: str) -> None:
         raise error
@@ -164,7 +164,7 @@ def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
 
 
 def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
-    """Of a process that has failed the socket is gone, too: its words come first."""
+    """A failed process's socket is gone, too, but its error has precedence."""
     true_connect, failed = Rendezvous.connect, threading.Event()
 
     def connect(self: Rendezvous, process: int, address: str) -> None:
@@ -193,7 +193,7 @@ def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
 
 @pytest.mark.parametrize("field", ["no_map", "no_export"])
 def test_windows_that_cannot_be_shared(field: str, all_closed) -> None:
-    """All hear of it, and all is closed, so that init can go on without p2p."""
+    """All processes get the error and close all, so that init can go on without p2p."""
     job = Job(PAIRS, **{field: {2: "CUDA_ERROR_INVALID_DEVICE"}})
     actors = job.run()
     errors = [actor.error for actor in actors.values()]
@@ -205,7 +205,7 @@ def test_windows_that_cannot_be_shared(field: str, all_closed) -> None:
 
 
 def test_no_room_in_one_process(all_closed) -> None:
-    """It says so itself; the others do not wait for it, and close."""
+    """The process itself reports it; the others do not wait for it, and close."""
     job = Job(ONE_EACH, no_room={1: "jax_ep.init: 5 bytes on device 0"})
     actors = job.run()
     for process, actor in actors.items():
@@ -219,12 +219,12 @@ def test_no_room_in_one_process(all_closed) -> None:
 
 
 class Killed(BaseException):
-    """Ends a thread as a kill ends a process: nobody is told."""
+    """Ends a thread as a kill ends a process: without telling others."""
 
 
 @pytest.mark.parametrize("step", ["devices", "reach", "windows", "take", "mapped"])
 def test_process_that_dies(step: str, all_closed, monkeypatch) -> None:
-    """At each step: the others' init ends in time, names it, and closes all."""
+    """At any step: the others' init ends in time, names it, and closes all."""
     job = Job(ONE_EACH)
     true_gather, true_take = Rendezvous.gather, Rendezvous.take
 
@@ -257,7 +257,7 @@ def test_process_that_dies(step: str, all_closed, monkeypatch) -> None:
         text = str(actors[process].error)
         assert isinstance(actors[process].error, RuntimeError)
         assert re.search(r"process 1\b|nothing from processes \[1\]", text), text
-        # From the last sign of life on.
+        # Counted from the last sign of life.
         assert actors[process].seconds < timeout_s + SOON_S
         if step in ("windows", "take", "mapped"):
             assert job.natives[process].closed == [1]

@@ -1,15 +1,15 @@
-"""Attacks jax_ep.init between processes, at every point of it and in several ways.
+"""Attacks jax_ep.init between processes, at every one of its points, in several ways.
 
     PYTHONPATH=tests python tests/workers/attack_init.py --record
     PYTHONPATH=tests python tests/workers/attack_init.py --ways error interrupt --most 6
 
-The first form attacks every point in every way, for some minutes.
+The first form attacks every point in every way, which takes some minutes.
 
-Jobs of three real processes (jax.distributed on CPUs; the windows are fake) run an
-init in which one of them, the victim, meets its end at a point: an exception, Ctrl-C,
-a stop of some seconds (SIGSTOP) or its death (SIGKILL). After each the survivors must
-agree on whether the init succeeded, have ended in time and left nothing open, and the
-next init must succeed in all of them. test_attack_init.py runs a part of it.
+Jobs of three real processes (jax.distributed on CPUs, with fake windows) run an init
+in which one of them, the victim, is attacked at some point: by an exception, Ctrl-C, a
+stop of some seconds (SIGSTOP) or SIGKILL. After each attack the survivors must agree on
+whether the init succeeded, must have ended in time and left nothing open, and the next
+init must succeed in all of them. test_attack_init.py runs some of the attacks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any
 
 PROCESSES = 3
 TIMEOUT_S = 2.0
-# What an init may take beyond its time limit, on a machine that is busy.
+# How long an init may take beyond its time limit on a busy machine.
 SLACK_S = 15.0
 WAYS = ("error", "interrupt", "stop", "kill")
-# Of a call in init, before or after which the victim meets its end: "gather NAME" is a
-# step of the meeting, "native NAME" a call of the native module.
+# Calls in init before or after which the victim is attacked: "gather NAME" is a step of
+# the rendezvous, "native NAME" a call of the native module.
 CALLS = (
     "check",
     "begin",
@@ -54,7 +54,7 @@ CALLS = (
     "gather done",
     "gather agreed",
 )
-# Its end after the last step is nobody else's: they have succeeded, as it had.
+# If the victim fails after the last step, the others succeed all the same.
 LATE = {("gather agreed", "after")}
 POINTS = tuple(
     (call, when)
@@ -66,7 +66,7 @@ POINTS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """One attempt of init in which `victim` meets its end at a point."""
+    """One init in which `victim` is attacked at a point."""
 
     call: str
     when: str
@@ -82,12 +82,12 @@ class Attack:
 
 
 def act(way: str) -> None:
-    """Meets an end; returns where it is that of time alone."""
+    """Carries out an attack; returns only from "stop", when the process goes on."""
     if way == "error":
         raise RuntimeError("attacked")
     if way == "interrupt":
         signal.raise_signal(signal.SIGINT)
-        # The handler runs with the next of Python's instructions.
+        # The handler runs before the next Python instruction.
         time.sleep(0.1)
     if way == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -97,7 +97,7 @@ def act(way: str) -> None:
 
 @contextlib.contextmanager
 def attacked(native: Any, attack: Attack) -> Iterator[None]:
-    """The victim's init, which comes upon `attack` once."""
+    """Attacks the victim's init once, inside the context."""
     from jax_ep._peers.rendezvous import Rendezvous
     from jax_ep._setup import init
 
@@ -130,7 +130,7 @@ def attacked(native: Any, attack: Attack) -> Iterator[None]:
 
 
 def attempt(native: Any, mesh: Any, config: Any) -> dict[str, Any]:
-    """An init, and what it has left where it failed."""
+    """Runs an init; reports what it left behind if it failed."""
     import jax_ep
     from support import fake_windows
 
@@ -146,16 +146,16 @@ def attempt(native: Any, mesh: Any, config: Any) -> dict[str, Any]:
     found["seconds"] = time.monotonic() - start
     found["threads"] = fake_windows.threads_of_meetings()
     found["open"] = len(native.own) + len(native.mapped)
-    # Those of the store's connections come and go by themselves, one or two.
+    # One or two more or less are normal: the store's connections come and go.
     found["descriptors"] = fake_windows.descriptors() - before
     return found
 
 
 def work(port: str, process: int, attacks: list[Attack]) -> None:
-    """All attempts of one process; a line of JSON for each."""
+    """Makes all attempts of one process and prints a line of JSON for each."""
     from workers import windows_worker
 
-    # Whoever starts jobs in the background may have had Ctrl-C ignored.
+    # A shell that runs jobs in the background may have them ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     native = windows_worker.start(port, PROCESSES, process)
     from support import helpers
@@ -192,7 +192,7 @@ def _of_processes(mesh: Any, processes: list[int]) -> Any:
 
 
 def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
-    """What did not hold, by attack."""
+    """Runs one job of all attacks; returns what went wrong, by attack."""
     from support.launch import command, environment, free_port
 
     given = json.dumps([dataclasses.astuple(attack) for attack in attacks])
@@ -227,7 +227,7 @@ def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
 
 
 def _wake(jobs: list[subprocess.Popen], over: threading.Event) -> None:
-    """Has a stopped process go on once the others' time is up."""
+    """Continues a stopped process once the others' time is up."""
     since: dict[int, float] = {}
     while not over.wait(0.05):
         for job in jobs:
@@ -252,7 +252,7 @@ def _lines(text: str, word: str) -> list[dict[str, Any]]:
 
 
 def judge(attacks: list[Attack], texts: list[str]) -> dict[Attack, list[str]]:
-    """What did not hold, by attack."""
+    """What went wrong, by attack."""
     first = [_lines(text, "attacked: ") for text in texts]
     second = [_lines(text, "next: ") for text in texts]
     found: dict[Attack, list[str]] = {}
@@ -293,7 +293,7 @@ def judge(attacks: list[Attack], texts: list[str]) -> dict[Attack, list[str]]:
 
 
 def attacks_of(ways: list[str], most: int | None) -> list[Attack]:
-    """Of each way `most` points, evenly apart; the victims in turn."""
+    """For each way, up to `most` evenly spaced points; victims take turns."""
     found = []
     for way in ways:
         points = POINTS[:: max(1, len(POINTS) // most)][:most] if most else POINTS
@@ -305,7 +305,7 @@ def attacks_of(ways: list[str], most: int | None) -> list[Attack]:
 
 
 def survived(ways: list[str], most: int | None) -> dict[Attack, list[str]]:
-    """What did not hold, by attack; a job for all of a way, for each death its own."""
+    """Runs one job per way, or per attack for "kill"; what went wrong, by attack."""
     found: dict[Attack, list[str]] = {}
     for way in ways:
         attacks = attacks_of([way], most)

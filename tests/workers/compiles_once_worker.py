@@ -35,7 +35,7 @@ def note(event: str, _: float, **about: Any) -> None:
 
 
 class NoFlax:
-    """Has imports of Flax fail, as where it is not installed."""
+    """Makes imports of Flax fail, as if it were not installed."""
 
     def find_spec(self, name: str, *_: Any) -> None:
         if name.partition(".")[0] == "flax":
@@ -53,7 +53,7 @@ def twice(name: str, call: Callable[[], Any]) -> None:
 
 
 def block_names(page: str, most: int | None = None) -> dict[str, Any]:
-    """What the Python blocks of a page leave when they are run one after the other."""
+    """The names that a page's Python blocks define when run one after the other."""
     parts = (ROOT / page).read_text().split("```python\n")[1:]
     names: dict[str, Any] = {}
     exec("\n".join(part.split("```")[0] for part in parts[:most]), names)
@@ -61,7 +61,7 @@ def block_names(page: str, most: int | None = None) -> dict[str, Any]:
 
 
 def calls_of_ranks() -> None:
-    """dispatch and combine, whole, in halves, with gradients and on global arrays."""
+    """dispatch and combine: whole, in halves, with gradients and on global arrays."""
     import jax_ep
 
     ranks = min(2, jax.device_count())
@@ -107,7 +107,7 @@ def calls_of_ranks() -> None:
 
 
 def programs_of_pages() -> None:
-    """README's programs; the step of docs/start.md: moe_ffn, gradients and stats."""
+    """README's programs and the step of docs/start.md (moe_ffn, gradients, stats)."""
     names = block_names("README.md")
     operands = ("tokens", "topk_ids", "router_weights", "gate_up", "down")
     call = functools.partial(names["moe"], *(names[name] for name in operands))
@@ -120,7 +120,7 @@ def programs_of_pages() -> None:
 
 @jax.jit
 def bystander(x: jax.Array) -> jax.Array:
-    """Has nothing of jax_ep in it."""
+    """Uses nothing of jax_ep."""
     return x * 2
 
 

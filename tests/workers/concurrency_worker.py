@@ -26,7 +26,7 @@ exact = functools.partial(jnp.matmul, precision="highest")
 
 
 def calls(mesh, changes):
-    """Compiled: independent dispatch + combine, each behind work of another length."""
+    """A compiled program of independent exchanges, each after a different work load."""
     eps = [helpers.make_ep(mesh, helpers.make_config(**c)) for c in changes]
 
     def one(ep, index, x, ids, w):
@@ -60,7 +60,7 @@ def operands(mesh, eps, seed, count=CALLS):
 
 
 def expected(mesh, run, operand_list):
-    """What the program gives when nothing else runs, itself checked by the oracle."""
+    """The program's results when nothing else runs; the oracle checks them, too."""
     return jax.tree.map(np.asarray, jax.block_until_ready(run(operand_list)))
 
 
@@ -84,7 +84,7 @@ def same(actual, wanted) -> None:
 
 
 def independent(mesh) -> None:
-    """12 independent calls of unequal work in one program, one handle and several."""
+    """A program of independent calls after unequal work, on one and several handles."""
     for changes in ([{}], [{}, {"top_k": 1}, {"expert_alignment": 4}]):
         eps, run = calls(mesh, [{"dtype": "float32"} | c for c in changes])
         made = operands(mesh, eps, 1)
@@ -96,7 +96,7 @@ def independent(mesh) -> None:
 
 
 def in_flight(mesh, runs: int = 300) -> None:
-    """Runs enqueued without waiting for any, with data dependence and without."""
+    """Enqueues runs without waiting for any, with and without data dependence."""
     eps, run = calls(mesh, [{"dtype": "float32"}])
     made = [operands(mesh, eps, seed, 1) for seed in range(4)]
     wanted = [expected(mesh, run, m) for m in made]
@@ -104,7 +104,7 @@ def in_flight(mesh, runs: int = 300) -> None:
     for i, result in enumerate(results):
         same(result, wanted[i % 4])
 
-    # A chain: each run's tokens are the previous run's sums over one expert a token.
+    # A chain: each run's tokens are the previous run's sums, with one expert per token.
     ep = helpers.make_ep(mesh, helpers.make_config(top_k=1))
     x, ids, _ = operands(mesh, [ep], 9, 1)[0]
     ids = helpers.put(mesh, [np.arange(ids.shape[0], dtype=np.int32)[:, None] % 24])
@@ -124,7 +124,7 @@ def in_flight(mesh, runs: int = 300) -> None:
 
 
 def threads(mesh, runs: int = 60) -> None:
-    """Two threads: own handles, then one shared handle; nobody waits for the other."""
+    """Two threads use own handles, then share one; neither waits for the other."""
     launching = helpers.launching(mesh)
     programs = [calls(mesh, [{"dtype": "float32", "top_k": k}]) for k in (1, 3)]
     programs.append(programs[0])
@@ -156,7 +156,7 @@ def threads(mesh, runs: int = 60) -> None:
 
 
 def layers(mesh, runs: int = 40) -> None:
-    """Training steps of two handles interleaved A-B-A-B, many of them in flight."""
+    """Training steps that alternate between two handles, with many in flight."""
     config = {"dtype": "float32"}
     eps = [
         helpers.make_ep(mesh, helpers.make_config(**config | c))

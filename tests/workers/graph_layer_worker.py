@@ -1,12 +1,12 @@
-"""A process of test_graph_layer: one MoE step called many times, routing always new.
+"""A process of test_graph_layer: one MoE step runs many times, with new routing each.
 
     graph_layer_worker.py whole|halves|copied|stream TOKENS CALLS
 
 The step draws its own routing from a counter that it carries, so that each call has
-other ids in the same buffers: nothing but the device can tell a replayed graph which
-call it is. All numbers are small integers, and weights quarters: sums are exact in any
-order and precision, and each step compares itself with the dense formula. At random
-times the host does so too, with NumPy, and looks at what the steps have counted.
+other ids in the same buffers: only the device can tell a replayed graph which call it
+is. All numbers are small integers and weights are multiples of 1/4, so that sums are
+exact in any order and precision. Each step compares itself with the dense formula. At
+random times the host does so too, with NumPy, and checks the steps' counts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import jax_ep
 from support import gpus, helpers
 
 EXPERTS, TOP_K, HIDDEN = 24, 4, 64
-MASKED = 0.1  # of the ids
-CHECKS = 40  # of the host, on average, in a run
+MASKED = 0.1  # the share of ids that are -1
+CHECKS = 40  # how often the host checks in a run, on average
 
 
 def draw(counter: jax.Array, ranks: int, tokens: int) -> jax.Array:
-    """int32 [ranks, tokens, K] of a call: ids distinct in a token, some of them -1."""
+    """A call's ids, int32 [ranks, tokens, K]: distinct in each token, some are -1."""
     key = jax.random.fold_in(jax.random.key(0), counter[0])
     key, masks = jax.random.split(key)
     scores = jax.random.uniform(key, (ranks, tokens, EXPERTS))
@@ -37,7 +37,7 @@ def draw(counter: jax.Array, ranks: int, tokens: int) -> jax.Array:
 
 
 def layer(ep: Any, form: str, x: Any, ids: Any, weights: Any, params: Any) -> Any:
-    """Rows a expert, and the sums of all experts and of one that all tokens share."""
+    """Rows per expert, and the sums of all experts and of one that all tokens share."""
     if form == "whole":
         d = jax_ep.dispatch(ep, x, ids, weights)
         shared = x @ params[0]
@@ -58,7 +58,7 @@ def layer(ep: Any, form: str, x: Any, ids: Any, weights: Any, params: Any) -> An
 
 
 def dense(numpy: Any, x: Any, ids: Any, weights: Any, params: Any) -> Any:
-    """What `layer` returns for the sums, by `jax.numpy` or NumPy."""
+    """The sums that `layer` returns, computed with `jax.numpy` or NumPy."""
     every = numpy.einsum("nh,ehf->nef", x, params)
     rows = numpy.take_along_axis(every, numpy.maximum(ids, 0)[:, :, None], axis=1)
     kept = numpy.where(ids < 0, 0, weights)
@@ -69,7 +69,7 @@ def program(ep: Any, form: str, tokens: int, mesh: Any) -> Any:
     """(counter, wrong, x, weights, params) -> the first two, ids, counts, sums."""
 
     def step(counter: Any, wrong: Any, x: Any, weights: Any, params: Any) -> Any:
-        # No collective, which would cut the graph in two: each rank draws all.
+        # Each rank draws all ids, as a collective would cut the graph in two.
         all_ids = draw(counter, mesh.size, tokens)
         ids = all_ids[jax.lax.axis_index("ep")]
         counts, y, shared = layer(ep, form, x, ids, weights, params)
@@ -93,7 +93,7 @@ def program(ep: Any, form: str, tokens: int, mesh: Any) -> Any:
 
 
 def check(config: Any, parts: Any, given: Any) -> int:
-    """Entries of a call's results that differ from what NumPy makes of its ids."""
+    """How many entries of a call's results differ from NumPy's."""
     ids, counts, y = map(np.asarray, parts)
     wanted = np.bincount(ids[ids >= 0], minlength=EXPERTS)
     return int(

@@ -1,8 +1,8 @@
-"""A process of test_gpu: one compiled program called many times, routing changing.
+"""A process of test_gpu: one compiled program runs many times, with changing routing.
 
-Its environment asks XLA for CUDA graphs from one node up, so that the custom calls are
-captured and replayed. "open" compares with what the first run of each operand set gave,
-itself checked by the oracle; "close" closes the handle and then replays.
+Its environment has XLA make CUDA graphs even of a single node, so that the custom calls
+are captured and replayed. "open" compares with the first run of each operand set, which
+the oracle checks; "close" closes the handle and then replays.
 """
 
 import json
@@ -19,7 +19,7 @@ CALLS = 400
 
 
 def program(ep, mesh):
-    """Two layers that do not depend on each other, on one handle."""
+    """Two independent layers on one handle."""
 
     def layer(tokens, ids, weights):
         d = jax_ep.dispatch(ep, tokens, ids, weights)
@@ -34,7 +34,7 @@ def program(ep, mesh):
 
 
 def make_operands(mesh, config, rng):
-    """Inputs of both layers, and the same on the devices."""
+    """Inputs of both layers, on the host and on the devices."""
     inputs = [
         helpers.make_inputs(rng, config, mesh.size, fill=helpers.normal)
         for _ in range(2)
@@ -44,7 +44,7 @@ def make_operands(mesh, config, rng):
 
 
 def check(config, inputs, results):
-    """Against the oracle, bit for bit; returns the results on the host."""
+    """Compares with the oracle, bit for bit; returns the results on the host."""
     results = jax.tree.map(np.asarray, results)
     for one, (rows, info, counts, y) in zip(inputs, results, strict=True):
         out = oracle.dispatch(config, one.tokens, one.ids, one.weights)
@@ -71,7 +71,7 @@ def equal(actual, wanted):
 
 
 def is_nothing(results):
-    """What a call that gave up returns: NaN, -1 and 0."""
+    """Whether the call gave up, which makes it return NaN, -1 and 0."""
     return all(
         np.isnan(np.asarray(rows, np.float32)).all()
         and (np.asarray(info) == -1).all()
@@ -95,7 +95,7 @@ def main(mode):
             wrong += sum(not equal(*pair) for pair in zip(again, first, strict=True))
         found = {"transport": ep.transport, "calls": CALLS, "wrong": wrong}
         return found | {"launches": gpus.launches()}
-    for _ in range(4):  # captured by now
+    for _ in range(4):  # the calls are captured after that
         jax.block_until_ready([run(*args) for _, args in made])
     captured = gpus.launches()
     ep.close()

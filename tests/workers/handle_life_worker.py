@@ -53,13 +53,13 @@ class Layer:
 
 
 def fork_early(mesh):
-    """A child of a process that has used JAX, and has not called init."""
+    """Forks a child after using JAX but before init."""
     assert jax.device_count() > 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX and Python warn of threads
         child = os.fork()
     if child == 0:
-        signal.alarm(60)  # where it waits for threads that are not there
+        signal.alarm(60)  # if it waits for threads that a fork does not copy
         try:
             helpers.init(mesh, top_k=3)
         except ValueError as error:
@@ -72,14 +72,14 @@ def fork_early(mesh):
 
 
 def fork(mesh):
-    """What a child can do with its copy: be told, close it, drop it, end."""
+    """A forked child's handle raises errors, but the child can close and drop it."""
     layer, dropped = Layer(mesh), helpers.init(mesh, top_k=2)
     layer.check()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX and Python warn of threads
         child = os.fork()
     if child == 0:
-        # Tracing alone: JAX's own threads did not come along.
+        # Only tracing works, as the fork did not copy JAX's threads.
         for act in (
             lambda: jax_ep.dispatch(layer.ep, *layer.operands),
             lambda: jax_ep.combine(layer.ep, None, None),
@@ -103,7 +103,7 @@ def fork(mesh):
 
 
 def collect(mesh):
-    """Handles, their programs and results dropped in any order, also in flight."""
+    """Drops handles, programs and results in any order, also with calls in flight."""
     choose = random.Random(5)
     kept = Layer(mesh)
     for round_ in range(12):

@@ -23,8 +23,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 def main(mode: str) -> dict:
     """Runs `mode`: plain, shifted, twin, other or collect.
 
-    Shifted: other handles first; twin: a second equal one; other: of a config that
-    changes no shape.
+    shifted: opens other handles first; twin: opens a second, equal one; other: uses a
+    config that changes no shape.
     """
     hits = []
     jax.monitoring.register_event_listener(
@@ -40,7 +40,7 @@ def main(mode: str) -> dict:
         jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT)
     ep = jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT)
     inputs = helpers.make_inputs(np.random.default_rng(0), config, mesh.size)
-    hits.clear()  # init's own programs are not what is asked about
+    hits.clear()  # do not count init's own programs
     d = helpers.run_dispatch(ep, mesh, inputs)
     found = len(hits)
     helpers.assert_dispatched(config, d, inputs)

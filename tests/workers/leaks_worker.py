@@ -24,12 +24,12 @@ from jax_ep._setup import init
 jax.config.update("jax_num_cpu_devices", 2)
 CYCLES = {
     "calls": 3000,
-    # A lost granule of 2 MB each would be seen on GPUs.
+    # On GPUs, losing a granule of 2 MB per cycle would show.
     "programs": 60,
-    # Those of p2p open windows.
+    # With p2p, groups open windows.
     "groups": 20000 if helpers.TRANSPORT == "collective" else 1000,
-    # Each compiles its ep_init, which takes long, for GPUs most of all. What a cycle
-    # keeps is the same to a few bytes however many there are.
+    # Each compiles its ep_init, which takes long, above all for GPUs. What a cycle
+    # keeps hardly depends on their number.
     "handles": 300 if helpers.TRANSPORT == "collective" else 150,
 }
 
@@ -59,7 +59,7 @@ def main(what: str, cycles: int | None = None) -> dict:
         jax.block_until_ready(new(*operands))
 
     if what == "groups":
-        # All of a handle but the program that ep_init is, of which JAX keeps something.
+        # All of a handle except its ep_init program, of which JAX keeps something.
         made = ep.dev_ptrs, ep.my_rank
         init._run_init = lambda *args: made
     cycle = {"calls": call, "programs": program}.get(what, handle)
@@ -72,7 +72,7 @@ def main(what: str, cycles: int | None = None) -> dict:
             samples.append(host_memory.in_use() or host_memory.resident())
     return {
         "cycles": cycles,
-        # From the first tenth on: allocators keep what they once had.
+        # Without the first tenth, as allocators keep memory that they once had.
         "bytes_a_cycle": (samples[-1] - samples[0]) / (cycles * 0.9),
         "samples": samples,
         "device_lost": free - free_of(mesh),

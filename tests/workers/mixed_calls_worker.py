@@ -1,8 +1,8 @@
-"""A process of test_mixed_calls.py: calls that meet other calls in XLA's exchange.
+"""A process of test_mixed_calls.py: processes make different calls in one exchange.
 
-Arguments: as multiprocess_worker.py, then the transport. Process 0 makes one call of a
-pair and all others make the other one. Regions are of one size in both, or XLA itself
-would object.
+Arguments: those of multiprocess_worker.py, then the transport. Process 0 makes one call
+of a pair and all others make the other one. Both have regions of the same size, as XLA
+would reject different ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 from support import compare_transports, helpers
 from workers.multiprocess_worker import start
 
-# Of regions that are as long in a dispatch as in a combine: 128 bytes of header, and
-# 128 bytes a message.
+# With these, regions are as long in a dispatch as in a combine: 128 bytes of header,
+# and 128 bytes per message.
 FIELDS = {"top_k": 1, "hidden_size": 16, "dtype": "float32", "combine_dtype": "float32"}
 LOCAL_EXPERTS = 28
-NONE_OF = {  # what is not NaN or -1
+NONE_OF = {  # results that are neither NaN nor -1 if a call gives up
     "row_offsets": 0,
     "group_sizes": 0,
     "expert_counts": 0,
@@ -35,7 +35,7 @@ NONE_OF = {  # what is not NaN or -1
 
 
 def calls(ep, mesh, operands, route, rows):
-    """By name: runs a call of every kind, each on a line of its own."""
+    """Functions by name that run a call of each kind, each from a line of its own."""
     tokens, ids, weights = operands
 
     def halves(x, i, w):
@@ -51,7 +51,8 @@ def calls(ep, mesh, operands, route, rows):
         return jax_ep.combine_wait(jax_ep.combine_async(ep, rows, route))
 
     def cached(rows, route):
-        # Of a linear function only the derivative is left, a dispatch along the route.
+        # The combine is linear, so that only its derivative stays in the program: a
+        # dispatch along the route.
         y, pull = jax.vjp(lambda rows: jax_ep.combine(ep, rows, route), rows)
         return pull(jax.numpy.ones_like(y))[0]
 
@@ -83,7 +84,7 @@ def check_nothing(results) -> None:
 
 
 def check_told(ep, ranks, others, here: str, there: str) -> None:
-    """Names one of this process's ranks, one of the others, and both calls."""
+    """The error names a rank of this process, one of the others', and both calls."""
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         ep.check()
     message = str(raised.value)
@@ -98,7 +99,7 @@ def check_told(ep, ranks, others, here: str, there: str) -> None:
     assert int(source) == min(others), message
     assert own.startswith(here), message
     assert other.startswith(there), message
-    assert ep.check() is None  # it has forgotten
+    assert ep.check() is None  # the error was cleared
 
 
 def main(port: str, processes: str, process: str, devices: str, transport: str) -> None:
@@ -126,7 +127,7 @@ def main(port: str, processes: str, process: str, devices: str, transport: str) 
     first = [r for r, d in enumerate(mesh.devices.flat) if d.process_index == 0]
     rest = [rank for rank in range(size) if rank not in first]
     this_one = "another call of this handle, a "
-    # What process 0 and the others run: handle and call.
+    # The handle and the call that process 0 and that the others run.
     pairs = [
         ((0, "dispatch in halves"), (1, "dispatch in halves")),
         ((1, "combine in halves"), (0, "combine in halves")),
@@ -157,13 +158,13 @@ def main(port: str, processes: str, process: str, devices: str, transport: str) 
             here,
             f"{this_one}{other}" if same else f"a {other}",
         )
-        # And what all make together is right.
+        # A call that all processes make together is right.
         for ep in handles:
             d = helpers.run_dispatch(ep, mesh, inputs)
             helpers.assert_dispatched(config, d, inputs)
             assert ep.check() is None
     if transport == "collective":
-        # Programs outlive their handles: the results are nothing still.
+        # Programs outlive their handles, and still give empty results.
         run = made[int(me == 0)]["dispatch"]
         for ep in handles:
             ep.close()

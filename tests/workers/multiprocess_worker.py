@@ -1,8 +1,9 @@
 """A jax.distributed process of test_multiprocess.py or test_processes_gpu.py.
 
-Arguments: port of the coordinator, number of processes, this process, devices of each:
-"2" of the CPU, "gpu2" GPUs; with any more there are few cases. The transport is
-JAX_EP_TEST_TRANSPORT. Every process checks its own ranks; all must come to the end.
+Arguments: port of the coordinator, number of processes, this process, devices of each
+("2" for CPU devices, "gpu2" for GPUs); a further argument makes it run few cases. The
+transport is JAX_EP_TEST_TRANSPORT. Every process checks its own ranks, and all must
+reach the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from support.worker_process import bound_life, local_ids
 
 
 def start(port: str, processes: int, process: int, devices: str) -> None:
-    """Joins the cluster; must come before the backend starts."""
+    """Joins the cluster; must be called before the backend starts."""
     bound_life()
     jax.config.update("jax_default_matmul_precision", "highest")
     count, local = int(devices.removeprefix("gpu")), None
@@ -47,7 +48,7 @@ def start(port: str, processes: int, process: int, devices: str) -> None:
 
 
 def semantics(mesh, axis, spec, groups, **changes) -> None:
-    """dispatch and combine against the oracle, on this process's positions."""
+    """Compares dispatch and combine with the oracle, on this process's positions."""
     n, routing = changes.pop("n", None), changes.pop("routing", "random")
     config = helpers.make_config(**changes)
     rng = np.random.default_rng(len(changes))
@@ -80,7 +81,7 @@ def semantics(mesh, axis, spec, groups, **changes) -> None:
 
 
 def gradients(mesh, wrap) -> None:
-    """A layer's gradients, each process comparing the shards that it holds."""
+    """Compares a layer's gradients, in each process the shards that it holds."""
     s = moe.setup(3, ranks=mesh.size)
     x, ids, w, p = s.global_arrays()
     layer = wrap(functools.partial(moe.layer, s.ep))
@@ -96,7 +97,7 @@ def gradients(mesh, wrap) -> None:
 
 
 def invalid_ids(mesh) -> None:
-    """Only the process of the bad rank sees the error, and nobody hangs or aborts."""
+    """Only the process of the bad rank sees the error, and none hangs or aborts."""
     config = helpers.make_config(top_k=2)
     with jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT) as ep:
         inputs = helpers.make_inputs(np.random.default_rng(7), config, mesh.size)
@@ -119,14 +120,14 @@ def invalid_ids(mesh) -> None:
 
 
 def loads(size: int) -> None:
-    """jax_ep.stats of devices of all processes, in each of them."""
+    """jax_ep.stats counts devices of all processes, in each of them."""
     for kind in (AxisType.Auto, AxisType.Explicit):
         check_numbers(kind, {"dp": 2, "ep": size // 2})
     helpers.make_ep.cache_clear()
 
 
 def moves(size: int) -> None:
-    """Weights that move outside of jit, between devices of all processes."""
+    """Moves weights outside of jit, between devices of all processes."""
     load = np.arange(1, 2 * size + 1)
     first, after = (
         jax_ep.placement.balance(each, 3 * size, ep_size=size)
@@ -145,7 +146,7 @@ def moves(size: int) -> None:
 
 
 def part() -> None:
-    """A mesh of the last devices, in whose processes alone there are calls."""
+    """Calls on a mesh of all devices but the first, only in their processes."""
     devices = jax.devices()[:0:-1]
     if not any(device.process_index == jax.process_index() for device in devices):
         return
@@ -173,7 +174,7 @@ def main(port: str, processes: str, process: str, devices: str, *few: str) -> No
         {"routing": "one:3", "zero_tail": False},
     ):
         semantics(mesh, "ep", P("ep"), ranks, **changes)
-    # Ranks of a process apart from each other, and groups that cross the processes.
+    # A process's ranks are not adjacent, and groups cross the processes.
     order = [*range(0, size, 2), *range(1, size, 2)]
     semantics(helpers.make_mesh(size, order=order), "ep", P("ep"), ranks)
     square = helpers.make_mesh({"dp": 2, "ep": size // 2})

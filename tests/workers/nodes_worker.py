@@ -1,8 +1,8 @@
 """A process of test_shmem_gpu.py: calls of transport shmem over forced nodes.
 
 Arguments: port of the coordinator, number of processes, this process, devices of each
-as in multiprocess_worker.py, scenario, ranks of a node and, where dispatches are not
-to be bundled, "direct". The last line is its result.
+as in multiprocess_worker.py, scenario, ranks per node and, to not bundle dispatches,
+"direct". The last line is its result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CODED = {
     "combine_format": "fp8_block128",
     "grad_format": "fp8_block128",
 }
-# Config, tokens of the calls. Short ones go round two regions.
+# Configs and the calls' tokens. Short calls alternate between two regions.
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "short": ({"hidden_size": 64, "max_tokens_per_rank": 64}, (0, 1, 9, 64)),
     "long": (
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 class Pair:
-    """Handles of one content, of which one has its ranks on several nodes."""
+    """Two handles of one config, one of which has its ranks on several nodes."""
 
     def __init__(self, mesh: Mesh, node: int, changes: dict[str, Any]) -> None:
         changes = helpers.HALVES | changes
@@ -69,7 +69,7 @@ class Pair:
         self.programs: dict[Any, list[Any]] = {}
 
     def compare(self, body: Callable[..., Any], sets: Any, times: int = 3) -> None:
-        """Each set several times, without a wait between calls."""
+        """Compares each set several times, without waiting between calls."""
         if body not in self.programs:
             self.programs[body] = [
                 compare_transports.mapped(self.mesh, functools.partial(body, ep))
@@ -125,14 +125,14 @@ def modes(mesh: Mesh, node: int) -> str:
 
 
 def dropped(ep: Any, o: Any) -> Any:
-    """A call that nobody ends, then some that are."""
+    """A dispatch in halves that is never waited for, then some that are."""
     pending = jax_ep.dispatch_async(ep, o.dy, o.ids, o.weights)
     dy, _ = jax.lax.optimization_barrier((o.dy, pending.held))
     return p2p_calls.halves(ep, dataclasses.replace(o, dy=dy))
 
 
 def pendings(mesh: Mesh, node: int) -> str:
-    """Several in flight, and ones that nobody ends; also where epochs wrap."""
+    """Several calls in flight, and some never waited for; also where epochs wrap."""
     for first in (None, 2**64 - 3):
         init._FIRST_EPOCH = first
         for tokens in (64, 600):
@@ -151,7 +151,7 @@ def pendings(mesh: Mesh, node: int) -> str:
 
 
 def silent(mesh: Mesh, node: int) -> dict[str, Any]:
-    """The last process makes no second call: the others' ends in time."""
+    """The last process makes no second call; the others' second call ends in time."""
     changes = {"max_tokens_per_rank": 64, "hidden_size": 64}
     patient = Pair(mesh, node, changes)
     changes |= helpers.HALVES
@@ -177,7 +177,7 @@ def silent(mesh: Mesh, node: int) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as error:
             result = {"error": str(error), "seconds": time.monotonic() - begin}
     barrier("failed")
-    # The other handle of these ranks goes on.
+    # The other handle of these ranks still works.
     patient.compare(p2p_calls.whole, [o])
     ep.close()
     patient.close()
@@ -198,6 +198,6 @@ if __name__ == "__main__":
         print("result: " + json.dumps(found), flush=True)
     except BaseException:
         traceback.print_exc()
-        # At once: jax.distributed would wait for the others, and they for this one.
+        # Exits at once: jax.distributed would wait for the others, which wait for this.
         os._exit(1)
     leave(int(process), int(processes))

@@ -1,4 +1,4 @@
-"""A process of test_p2p_order or test_p2p_faults: a scenario, a last line of JSON."""
+"""A process of test_p2p_order or test_p2p_faults: one scenario; prints JSON last."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import numpy as np
 from support import compare_transports, faults, helpers
 
 FIELDS = {"max_tokens_per_rank": 64, "hidden_size": 64, "top_k": 4}
-# What another thread must have done meanwhile.
+# How many runs another thread must have done meanwhile.
 OTHERS = 5
 CALLS = 120
 RANKS = int(os.environ.get("JAX_EP_TEST_RANKS", "4"))
 
 
 def layer(ep, reduce, o):
-    """A layer, with XLA's own collectives before, between and behind where asked."""
+    """A layer; with `reduce`, XLA's own collectives come before, between and after."""
     x = o.dy
     if reduce:
         x = x + jax.lax.pmax(jnp.max(o.ids), "ep").astype(x.dtype)
@@ -42,7 +42,7 @@ def layer(ep, reduce, o):
 
 
 class Work:
-    """Calls of one p2p handle and what they must give."""
+    """Calls of one p2p handle, and the results that they must give."""
 
     def __init__(self, mesh, seed, reduce=False, **changes):
         config = helpers.make_config(**(FIELDS | changes))
@@ -84,7 +84,7 @@ def beside(other, work):
     thread = threading.Thread(target=loop)
     thread.start()
     calls = wrong = 0
-    # Until the other thread has had its share too, or has died.
+    # Until the other thread has done its share, too, or has failed.
     while (len(done) < OTHERS and not errors) or calls < CALLS:
         results = work.calls()
         jax.block_until_ready(results[-1])
@@ -111,7 +111,7 @@ def collectives(mesh):
 
 
 def compiling(mesh):
-    """New programs, with cold cuBLAS shapes and kernels, are compiled and run."""
+    """Compiles and runs new programs, with cold cuBLAS shapes and kernels."""
     work = Work(mesh, 2)
 
     def other(index):

@@ -1,8 +1,8 @@
-"""A process of test_process_faults.py: its last process misses, differs or closes.
+"""A process of test_process_faults.py: the last one is late, differs or closes.
 
 Arguments: port of the coordinator, number of processes, this process, devices of each
-as in multiprocess_worker.py, ranks of a node or 0 for those of the host. The last line
-is what came of each scenario, in which the handle that goes wrong is a new one.
+as in multiprocess_worker.py, ranks per node or 0 for those of the host. The last line
+has the outcome of each scenario. Each scenario spoils a new handle.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from workers.processes_worker import together
 from workers.windows_worker import leave
 
 TIMEOUT_S = 3.0
-# Between a rank's coming and the others' time limit, where processes may share a GPU.
+# The time between a late rank's call and the end of the others' time limit; processes
+# may share a GPU.
 MARGIN_S = 1.0
-INSIDE_S = 0.5  # until the others' calls wait
+INSIDE_S = 0.5  # after which the others' calls wait
 FIELDS = {"max_tokens_per_rank": 64, "hidden_size": 64}
 N = 64
 
@@ -39,12 +40,12 @@ Call = Callable[[], Any]
 
 
 class Job:
-    """A handle that goes on throughout, and whether this process is to go wrong."""
+    """A handle that works throughout, and whether this process is the faulty one."""
 
     def __init__(self, mesh: Mesh, node: int) -> None:
         self.mesh, self.node = mesh, node
         self.last = jax.process_index() == jax.process_count() - 1
-        # Its first calls take what first calls do: the others' need not.
+        # Its first calls take the extra time that a process's first calls need.
         self.beside = Scene(self, timeout_s=60.0)
 
     def init(self, **changes: Any) -> Any:
@@ -56,7 +57,7 @@ class Job:
 
 
 class Scene:
-    """A handle, operands, and a first call of each kind that was right."""
+    """A handle, operands and a dispatch that was right."""
 
     def __init__(self, job: Job, **changes: Any) -> None:
         self.job, self.ep = job, job.init(**changes)
@@ -99,7 +100,7 @@ class Scene:
         return self.compiled(faults.combine, d.route, d.tokens, d.router_weights)
 
     def attempt(self, *calls: Call) -> dict[str, Any]:
-        """Makes the calls; what this process hears, when, and what came out."""
+        """Makes the calls; reports the error, when it came, and the results."""
         begin, results, error = time.monotonic(), [], ""
         try:
             for call in calls:
@@ -112,7 +113,7 @@ class Scene:
         return {"error": error, "seconds": seconds, "nothing": nothing(results)}
 
     def ends(self) -> None:
-        """All others go on: the handle beside, and a new one of the same content."""
+        """Other handles work: the one that the job keeps, and a new one like this."""
         together(self.job.mesh)
         beside = self.job.beside
         beside.right()
@@ -121,19 +122,19 @@ class Scene:
 
 
 def nothing(results: list[Any]) -> list[Any]:
-    """For each call that came to an end: whether it has empty results alone."""
+    """For each call that was not refused, whether all of its results are empty."""
     found = []
     for result in results:
         try:
             own = jax.tree.map(lambda a: a.addressable_data(0), result)
             found.append(faults.is_nothing(jax.block_until_ready(own)))
         except jax.errors.JaxRuntimeError:
-            continue  # refused, since the host had heard of the first one's end
+            continue  # refused, since the host knew that the first one had failed
     return found
 
 
 def late_under(job: Job) -> dict[str, Any]:
-    """The last process calls within the others' time limit: nobody notices."""
+    """The last process calls within the others' time limit: results are right."""
     scene = Scene(job)
     together(job.mesh)
     if job.last:
@@ -144,7 +145,7 @@ def late_under(job: Job) -> dict[str, Any]:
 
 
 def late_over(job: Job) -> dict[str, Any]:
-    """It calls when the others have given up."""
+    """The last process calls after the others have given up."""
     scene = Scene(job)
     together(job.mesh)
     if job.last:
@@ -155,7 +156,7 @@ def late_over(job: Job) -> dict[str, Any]:
 
 
 def order(job: Job) -> dict[str, Any]:
-    """It combines first and then dispatches, the others the other way round."""
+    """The last process combines and then dispatches; the others do the reverse."""
     scene = Scene(job)
     calls = [scene.dispatch, scene.other("combine")]
     together(job.mesh)
@@ -165,7 +166,7 @@ def order(job: Job) -> dict[str, Any]:
 
 
 def differs(kind: str, job: Job) -> dict[str, Any]:
-    """It makes another call."""
+    """The last process makes another call."""
     scene = Scene(job)
     other = scene.other(kind)
     together(job.mesh)
@@ -175,7 +176,7 @@ def differs(kind: str, job: Job) -> dict[str, Any]:
 
 
 def handles(job: Job) -> dict[str, Any]:
-    """It calls the handle of another config."""
+    """The last process calls a handle of another config."""
     scene, second = Scene(job), Scene(job, top_k=2)
     together(job.mesh)
     mine = second if job.last else scene
@@ -187,7 +188,7 @@ def handles(job: Job) -> dict[str, Any]:
 
 
 def configs(job: Job) -> dict[str, Any]:
-    """It calls `init` with another config."""
+    """The last process calls `init` with another config."""
     try:
         job.init(top_k=2 if job.last else 3).close()
         error = "nothing was raised"
@@ -199,7 +200,7 @@ def configs(job: Job) -> dict[str, Any]:
 
 
 def closing(job: Job) -> dict[str, Any]:
-    """It closes instead of calling, and the first process while its call waits."""
+    """The last process closes instead of calling, the first while its call waits."""
     scene = Scene(job)
     together(job.mesh)
     found: dict[str, Any] = {"error": ""}
@@ -242,6 +243,6 @@ if __name__ == "__main__":
         print("result: " + json.dumps(found), flush=True)
     except BaseException:
         traceback.print_exc()
-        # At once: jax.distributed would wait for the others, and they for this one.
+        # Exits at once: jax.distributed would wait for the others, which wait for this.
         os._exit(1)
     leave(int(process), int(processes))

@@ -28,11 +28,11 @@ from workers import multiprocess_worker
 from workers.windows_worker import barrier, leave
 
 TIMEOUT_S = 4.0
-INSIDE_S = 0.5  # until the others' calls wait
+INSIDE_S = 0.5  # after which the others' calls wait
 LONG = {"max_tokens_per_rank": 1024, "hidden_size": 256, "top_k": 8, "num_experts": 64}
 # Windows of more than 64 MB, though calls are short.
 WIDE = {"max_tokens_per_rank": 8192, "hidden_size": 1024, "recv_capacity": 1024}
-# Config, and tokens of the calls.
+# Configs and the calls' tokens.
 BITS = (
     ({}, (8, 3)),
     (LONG, (1024, 7)),
@@ -74,7 +74,7 @@ class Calls:
     ) -> None:
         self.mesh = mesh
         config = helpers.make_config(timeout_s=TIMEOUT_S, **WIDE)
-        # For what is slow in a first call.
+        # Has time for what is slow in a first call.
         patient = helpers.make_config(timeout_s=60.0, **WIDE)
         self.inputs = helpers.make_inputs(
             np.random.default_rng(seed), config, mesh.size, n=64, fill=helpers.normal
@@ -110,7 +110,7 @@ def together(mesh: Mesh) -> None:
 
 
 def failure(calls: Calls) -> dict:
-    """One more call, of which this process is to hear that it failed, and when."""
+    """Makes one more call, which should fail; returns its error and when it came."""
     begin = time.monotonic()
     try:
         jax.block_until_ready(calls.run(*calls.args))
@@ -122,7 +122,7 @@ def failure(calls: Calls) -> dict:
 
 
 def close(mesh: Mesh) -> dict:
-    """Processes close one after the other, while those still open call and store."""
+    """Processes close one after the other, while the others still call and store."""
     own, last = jax.process_index(), jax.process_count()
     (device,) = mesh.local_devices
     beside = Calls(mesh, 7)
@@ -136,7 +136,7 @@ def close(mesh: Mesh) -> dict:
         if own == first:
             calls.ep.close()
         together(mesh)
-        # The windows of the first are still there for the others, who wait in vain.
+        # The windows of the first still exist for the others, which wait in vain.
         found["failures" if own != first else "closed"].append(failure(calls))
         together(mesh)
         for process in others:
@@ -150,7 +150,7 @@ def close(mesh: Mesh) -> dict:
 
 
 def kill(mesh: Mesh) -> dict:
-    """The last process is killed with calls in flight, its own and the others'."""
+    """The last process is killed while its own and the others' calls are in flight."""
     own, dead = jax.process_index(), jax.process_count() - 1
     calls, beside = Calls(mesh, 1), Calls(mesh, 2)
     calls.right(calls.ep, calls.run)
@@ -169,14 +169,14 @@ def kill(mesh: Mesh) -> dict:
         except jax.errors.JaxRuntimeError as found:
             error = str(found)
     result = {"error": error, "seconds": time.monotonic() - begin}
-    # A handle that was idle when its peer died ends the same way.
+    # A handle that was idle when its peer died fails the same way.
     result["idle"] = failure(beside)
     calls.ep.close()
     beside.ep.close()
     left = [d for d in mesh.devices.flat if d.process_index != dead]
     smaller = Mesh(np.array(left), ("ep",), axis_types=(AxisType.Auto,))
     if 24 % len(left) == 0:
-        # NVSHMEM serves no smaller mesh.
+        # With p2p, as NVSHMEM serves no smaller mesh.
         again = Calls(smaller, 3, "p2p")
         again.right(again.ep, again.run)
         again.ep.close()
@@ -184,7 +184,7 @@ def kill(mesh: Mesh) -> dict:
 
 
 def fails(mesh: Mesh) -> dict:
-    """The last process raises before its call, and closes; the others are inside."""
+    """The last process raises before its call and closes; the others wait in theirs."""
     last = jax.process_index() == jax.process_count() - 1
     calls, beside = Calls(mesh, 1), Calls(mesh, 2)
     calls.right(calls.ep, calls.run)
@@ -202,7 +202,7 @@ def fails(mesh: Mesh) -> dict:
     together(mesh)
     beside.right(beside.ep, beside.run)
     calls.ep.close()
-    # With the one that raised.
+    # All processes, with the one that raised.
     again = Calls(mesh, 3)
     again.right(again.ep, again.run)
     again.ep.close()
@@ -211,7 +211,7 @@ def fails(mesh: Mesh) -> dict:
 
 
 def named(error: str) -> list[int]:
-    """[waiting, awaited] rank of a time-out's text."""
+    """The [waiting, awaited] ranks that a time-out's text names."""
     found = re.search(r"rank (\d+) waited for rank (\d+)", error)
     return [int(rank) for rank in found.groups()] if found else []
 
@@ -225,6 +225,6 @@ if __name__ == "__main__":
         print("result: " + json.dumps(found), flush=True)
     except BaseException:
         traceback.print_exc()
-        # At once: jax.distributed would wait for the others, and they for this one.
+        # Exits at once: jax.distributed would wait for the others, which wait for this.
         os._exit(1)
     leave(int(process), int(processes) - (scenario == "kill"))

@@ -1,7 +1,7 @@
-"""A jax.distributed process of test_recovery.py, of which the last one is killed.
+"""A jax.distributed process of test_recovery.py, in which the last process is killed.
 
 Arguments: port of the coordinator, number of processes, this process, "1" for JAX's
-recoverable setting. The others live past the heartbeat's end, then init anew.
+recoverable setting. The others wait until the heartbeat times out and then init again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support import helpers
 from support.worker_process import bound_life
 
 HEARTBEAT_S = 5
-# A missed one is seen within twice of it, as tried.
+# In experiments, a missed heartbeat was detected within twice this time.
 LATER_S = 3 * HEARTBEAT_S
 
 

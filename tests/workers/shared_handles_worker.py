@@ -1,4 +1,4 @@
-"""A process of test_shared_handles.py: shared handles in orders of its own.
+"""A process of test_shared_handles.py: requests shared handles in its own order.
 
 Arguments: port of the coordinator, number of processes, this process, the transport:
 "collective", or "p2p" with fake windows.
@@ -27,7 +27,7 @@ SHORT_S, LONG_S = 2.0, 60.0
 
 
 class Steps:
-    """What this process does, step by step, and the keys that it got."""
+    """The steps of this process, and the keys that it got."""
 
     def __init__(self, transport: str) -> None:
         self.transport = transport
@@ -50,7 +50,7 @@ class Steps:
         return "none"
 
     def before_all_have_come(self) -> None:
-        """The last process has asked for nothing yet: others wait, but not for ever."""
+        """The last process has not requested a handle: the others wait and time out."""
         if self.process != self.last:
             self.found["alone"] = self.refusal(8, SHORT_S)
         self.barrier("alone")
@@ -63,7 +63,7 @@ class Steps:
         assert all(self.shared(tokens).key == keys[tokens] for tokens in sizes)
 
     def one_alone(self) -> None:
-        """In a trace, while the others wait for something else."""
+        """One process's trace requests a handle while the others wait at a barrier."""
         if self.process == 1:
 
             def traced(x: Any) -> Any:
@@ -88,7 +88,7 @@ class Steps:
         (self.found["threads"],) = set(keys)
 
     def failure_of_one(self) -> None:
-        """Whoever asks: all are told, and the next call succeeds."""
+        """The process that asks hears of another's failure; the next call succeeds."""
         true = init.open_group
         if self.process == self.last:
 
@@ -105,7 +105,7 @@ class Steps:
         self.found["after failure"] = self.shared(6).key
 
     def closing(self) -> None:
-        """Also what only one process has used, and where some are far behind."""
+        """Closes handles, also one of a single process, while some of them are late."""
         if self.process == 0:
             self.shared(7)
         before = self.shared(1).key

@@ -1,7 +1,7 @@
 """One process of test_tampered.py: routes with wrong indices; the last line is JSON.
 
 Whatever the tables hold, every call returns or ends with the error of a failed wait,
-and handles that had nothing to do with it give right answers all the time.
+and unrelated handles always give right answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VALUES = {
     "most": helpers.INT_MAX,
     "minus_two": -2,
     "end": None,  # one past the last valid index
-    "other": "other",  # valid, and somebody else's
+    "other": "other",  # a valid index of another row
 }
 FIELDS = {"max_tokens_per_rank": 16, "hidden_size": 64, "timeout_s": TIMEOUT_S}
 

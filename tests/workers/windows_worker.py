@@ -1,7 +1,7 @@
 """A process of test_multiprocess_windows.py: fake windows on CPU devices.
 
 Arguments: port of the coordinator, number of processes, this process, scenario. The
-last process is the one that dies or refuses.
+last process dies or refuses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from support.worker_process import bound_life
 DEVICES = 2
 TIMEOUT_S = 6.0
 TRUE_GATHER = Rendezvous.gather
-TRUE: list[tuple[Any, str, Any]] = []  # what `start` has put fakes in the place of
+TRUE: list[tuple[Any, str, Any]] = []  # what `start` has replaced by fakes
 
 
 def start(port: str, processes: int, process: int) -> fake_windows.Native:
@@ -57,26 +57,26 @@ def start(port: str, processes: int, process: int) -> fake_windows.Native:
 
 
 def without_fakes() -> None:
-    """Has inits be those of this process's devices again."""
+    """Undoes the fakes, so that inits use this process's devices again."""
     for place, name, true in TRUE:
         setattr(place, name, true)
 
 
 def client() -> Any:
-    from jax._src import distributed  # no public barrier that has an end
+    from jax._src import distributed  # there is no public barrier with a time limit
 
     return distributed.global_state.client
 
 
 def barrier(name: str, processes: list[int] | None = None) -> None:
-    """Of all processes, or of those."""
+    """Waits for all processes, or for these."""
     client().wait_at_barrier(name, 300_000, processes)
 
 
 def leave(process: int, living: int) -> NoReturn:
-    """Process 0 last: its end is that of all.
+    """Exits without jax.distributed's shutdown, which would wait for dead processes.
 
-    The shutdown of jax.distributed would wait for the dead.
+    Process 0 exits last, as its exit would end all others.
     """
     client().key_value_set(f"leaves/{process}", "")
     if process == 0:
@@ -87,7 +87,7 @@ def leave(process: int, living: int) -> NoReturn:
 
 
 def choices(native: fake_windows.Native) -> dict:
-    """Inits with what each process has, in all of them; closing in turn."""
+    """Inits in all processes, of which one may lack something; they close in turn."""
     size, last = jax.device_count(), jax.process_count() - 1
     whole = helpers.make_mesh(size)
     crossed = helpers.make_mesh(size, order=[*range(0, size, 2), *range(1, size, 2)])
@@ -100,7 +100,7 @@ def choices(native: fake_windows.Native) -> dict:
         marks = [native.marks(ordinal) for ordinal in sorted(native.own)]
         found["marks"].append([[rank > 0 for rank in m[:size]] for m in marks])
         found.setdefault("ranks", []).append(ep.my_rank.tolist())
-        # One after the other: who is still open goes on storing into what he mapped.
+        # One after the other: a process that is still open stores into what it mapped.
         order = list(range(last + 1))
         for process in order if len(found["marks"]) % 2 else reversed(order):
             if process == jax.process_index():
@@ -126,7 +126,7 @@ def choices(native: fake_windows.Native) -> dict:
     native.no_map = None
     found["over hosts"] = over_hosts(native, whole, config)
     found["failed, key"] = key_after_a_failure(whole)
-    # A mesh of a part of the processes, which alone take part.
+    # A mesh of some of the processes; only these take part.
     first = [d for d in jax.devices() if d.process_index != last]
     if native.process != last:
         mesh = jax.sharding.Mesh(np.array(first), ("ep",))
@@ -142,7 +142,7 @@ def choices(native: fake_windows.Native) -> dict:
 
 
 def key_after_a_failure(mesh) -> list[int | str]:
-    """Of inits of which one ends, in one process, when the others have gone on."""
+    """Two inits; the first fails in one process after the others have gone on."""
     config = helpers.make_config(top_k=3, timeout_s=TIMEOUT_S)
     late = jax.process_index() == jax.process_count() - 1
     found = []
@@ -165,7 +165,7 @@ def key_after_a_failure(mesh) -> list[int | str]:
 
 
 def over_hosts(native: fake_windows.Native, mesh, config) -> list:
-    """As if each process had a host of its own: in one clique, and the last not."""
+    """As if each process had its own host: all in one clique, then all but the last."""
     true_host, own = windows.host, native.process
     windows.host = lambda: [f"boot{own}", f"node{own}"]
     found, before = [], len(native.taken_by)
@@ -190,13 +190,14 @@ def refusal(mesh, config) -> str:
     return "nothing was raised"
 
 
-# When processes are killed, the last one at the first: by itself, at steps, afterwards.
+# When processes are killed, one after the other from the last: before an init, at one
+# of its steps, or after it.
 DEATHS = ("before", "devices", "reach", "windows", "mapped", "after")
 SURVIVORS = 2
 
 
 def dies(native: fake_windows.Native) -> list[dict]:
-    """Inits of the living, in each of which the last one of them is killed."""
+    """Inits of the living processes; in each, the last of them is killed."""
     found = []
     for turn, when in enumerate(DEATHS):
         living = list(range(jax.process_count() - turn))
@@ -231,7 +232,7 @@ def one_dies(native: fake_windows.Native, living: list[int], when: str) -> dict:
         if dying:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)
-        # What the dead one had is still there for those who map it.
+        # A dead process's window still exists for processes that map it.
         for memory in native.mapped.values():
             memory[-1] = 1
         ep.close()

@@ -1,7 +1,7 @@
 // Fuzz target: the custom calls of the CPU, from XLA's buffers to the last row. Operands have the
-// shapes of a call, or nearly so, and any contents: ids, messages, counts, routes. What a decoder
-// lets pass runs on buffers of exactly the sizes it was shown, so that AddressSanitizer sees the
-// first byte that is read or written outside.
+// shapes of a call, or nearly so, and any contents: ids, messages, counts, routes. Calls that a
+// decoder passes run on buffers of exactly the given sizes, so that AddressSanitizer sees the first
+// byte that is read or written outside.
 #include <algorithm>
 #include <iterator>
 #include <optional>
@@ -56,7 +56,7 @@ struct FuzzSizes {
 
 CustomCall MakeCall(PackCall*, const FuzzSizes& s, FuzzInput&) {
   CustomCall call;
-  const bool coded = s.quantized && s.N % 4 == 3;  // N means nothing here
+  const bool coded = s.quantized && s.N % 4 == 3;  // N is otherwise unused here
   coded ? call.Add("tokens", s.payload_dtype, {s.n, s.columns})
         : call.Add("tokens", s.dtype, {s.n, s.H});
   call.Add("topk_ids", ffi::S32, {s.n, s.K});
@@ -85,7 +85,7 @@ CustomCall MakeCall(UnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   call.Add("num_invalid", ffi::S32, {1});
   call.Add("-> tokens", s.payload_dtype, {s.N, s.columns});
   const auto tiles = ScaleTiles::Of(s.N, s.L, s.scales);
-  // R and n mean nothing to it.
+  // R and n do not affect `columns` otherwise.
   const bool columns = s.format == Fp8Block128Format::kName && (s.R + s.n) % 3 == 2;
   call.Add("-> scales", s.scale_dtype,
            !s.quantized ? std::vector<int64_t>{0}
@@ -147,7 +147,7 @@ CustomCall MakeCall(CachedUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   return call;
 }
 
-// Name and bytes of a message of a combine.
+// Name and bytes of a combine's message.
 std::pair<std::string, int64_t> Sums(const FuzzSizes& s, int64_t weights, FuzzInput& input) {
   static constexpr const char* kNames[] = {"float32", "bfloat16", "float16", CombineFormat::kName};
   const int64_t kind = input.In(0, s.H % CombineFormat::kBlock == 0 ? 3 : 2);
@@ -212,7 +212,7 @@ CustomCall MakeCall(DequantizeCall*, const FuzzSizes& s, FuzzInput& input) {
   return call;
 }
 
-// Other sizes, ranks, dtypes and attributes.
+// Changes sizes, ranks, dtypes and attributes.
 void Change(FuzzInput& input, CustomCall& call) {
   static constexpr ffi::DataType kTypes[] = {ffi::PRED, ffi::S32, ffi::U8,       ffi::U32,
                                              ffi::F32,  ffi::F16, ffi::BF16,     ffi::F64,
@@ -246,7 +246,7 @@ void Change(FuzzInput& input, CustomCall& call) {
   }
 }
 
-// Tables that others read must be in range, whatever came in.
+// Tables that later calls read must be in range, whatever the input was.
 void CheckIndices(const int32_t* values, int64_t count, int64_t low, int64_t end) {
   for (int64_t i = 0; i < count; ++i) FUZZ_CHECK(values[i] >= low && values[i] < end);
 }
@@ -265,8 +265,8 @@ void CheckTables(const UnpackStep& step) {
   CheckIndices(step.group_sizes, shape.local_experts, 0, shape.recv_rows + 1);
 }
 
-// Gives a result the memory of an operand of its type, as a program may ask of XLA: the `choice`th
-// of such pairs, 0 for none. Returns how many it has seen.
+// Lets a result share the memory of an operand of its type, as a program may request from XLA: the
+// `choice`th such pair, 0 for none. Returns how many pairs it has seen.
 template <typename Decoded>
 int64_t Alias(CustomCall& call, int64_t choice) {
   const auto shared = [&](size_t from, size_t to) {
@@ -285,7 +285,7 @@ int64_t Alias(CustomCall& call, int64_t choice) {
   return pairs;
 }
 
-// The regions come from one call, or nothing of them would be looked at.
+// Makes the regions come from one call; otherwise nothing of them would be read.
 template <typename Step>
 void EqualiseTags(const Step& step, const CustomCall& call) {
   if constexpr (requires { step.check; }) {
@@ -297,10 +297,10 @@ void EqualiseTags(const Step& step, const CustomCall& call) {
   }
 }
 
-// What of an input's first byte does not choose the call.
+// The part of an input's first byte that does not choose the call.
 struct How {
   int64_t alias;  // the pair of operand and result that share memory, 0 for none
-  bool mixed;     // the regions keep the tags that they came with
+  bool mixed;     // the regions keep the tags of the input
 };
 
 template <typename Decoded>
@@ -329,7 +329,7 @@ int64_t RunCall(FuzzInput& input, const How& how) {
   return pairs;
 }
 
-// Of the call of that number.
+// Runs the call with this number.
 int64_t RunNumbered(FuzzInput& input, int64_t number, const How& how) {
   switch (number) {
     case 0:
@@ -358,7 +358,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace jax_ep::ffi_layer;
   jax_ep::FuzzInput input(data, size);
   const uint8_t first = input.Byte();
-  // Of 32 ways one in two has no memory shared, one in eight mixed-up calls.
+  // Of the 32 ways, half share no memory, and an eighth mix up calls.
   const int64_t way = first / 8;
   RunNumbered(input, first % 8, {way < 16 ? 0 : way % 4 + 1, way % 8 == 7});
   return 0;

@@ -1,5 +1,5 @@
-// main() for fuzz targets where there is no libFuzzer: g++'s trace-pc coverage, mutation of what
-// found new edges, and libFuzzer's arguments as far as they are used here:
+// main() for fuzz targets without libFuzzer: g++'s trace-pc coverage, mutation of inputs that found
+// new edges, and those of libFuzzer's arguments that are used here:
 //   TARGET [-runs=0] [-seed=S] [-max_total_time=SECONDS] [-merge_to=DIR] CORPUS...
 // Inputs of CORPUS (files and folders) run first; with -runs=0 that is all. -merge_to writes a
 // small corpus of the same coverage. The last line of output is JSON. An input that fails is
@@ -27,7 +27,7 @@
 #include "check.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
-// Sanitizers end the process by SIGABRT, for OnSignal.
+// Sanitizers end the process with SIGABRT, which OnSignal handles.
 extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
@@ -69,14 +69,14 @@ void Execute(const Bytes& input) {
   running = &input;
   ++executions;
   alarm(kSecondsAnInput);
-  // At its exact size, so that AddressSanitizer sees a read past it.
+  // A copy of the exact size, so that AddressSanitizer sees reads past the end.
   const jax_ep::Buffer exact(static_cast<int64_t>(input.size()));
   std::copy(input.begin(), input.end(), exact.data());
   LLVMFuzzerTestOneInput(exact.data(), input.size());
   running = nullptr;
 }
 
-// How often an edge was taken counts in steps: 1, 2, 3, 4 to 7, up to 128 and more.
+// Counts of an edge fall into buckets: 1, 2, 3, 4 to 7, up to 128 and more.
 uint8_t BucketBit(uint8_t count) {
   if (count < 4) return static_cast<uint8_t>(1 << (count - 1));
   if (count < 8) return 8;
@@ -88,7 +88,7 @@ uint8_t BucketBit(uint8_t count) {
 // Edges and counts seen by all inputs so far.
 class Coverage {
  public:
-  // Whether the run just made shows something new; keeps it.
+  // Whether the last run shows something new, which is then added.
   bool Add() {
     bool found = false;
     for (size_t i = 0; i < kEdges; ++i) {
@@ -177,7 +177,7 @@ void Load(const std::string& path, std::vector<Bytes>& inputs) {
   }
 }
 
-// Writes at most `kept` inputs, each the one that adds most edges to those before it.
+// Writes at most `kept` inputs, each time the one that adds the most edges.
 size_t Merge(const std::vector<Bytes>& inputs, const std::string& folder, size_t kept) {
   std::vector<std::vector<uint32_t>> edges_of;
   for (const Bytes& input : inputs) {
@@ -212,7 +212,7 @@ size_t Merge(const std::vector<Bytes>& inputs, const std::string& folder, size_t
 
 // Called at every edge of the code under test; this file is compiled without it.
 extern "C" void __sanitizer_cov_trace_pc() {
-  // From a place in this program, so that the load address does not matter.
+  // Relative to a place in this program, so that the load address does not matter.
   const uintptr_t place = reinterpret_cast<uintptr_t>(__builtin_return_address(0)) -
                           reinterpret_cast<uintptr_t>(&LLVMFuzzerTestOneInput);
   const uintptr_t mixed = (place * 0x9E3779B97F4A7C15u) >> 40;

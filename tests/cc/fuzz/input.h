@@ -1,5 +1,5 @@
-// What the fuzz targets share: bytes of an input taken as numbers and buffers, and a check that
-// ends the process by a signal, so that libFuzzer and driver.cc keep the input.
+// What the fuzz targets share: reading an input's bytes as numbers and buffers, and a check that
+// ends the process with a signal, so that libFuzzer and driver.cc keep the input.
 #pragma once
 
 #include <algorithm>
@@ -36,10 +36,10 @@ class FuzzInput {
     return value;
   }
   uint8_t Byte() { return Take<uint8_t>(); }
-  // In [low, high], of at most 256 values.
+  // In [low, high], which has at most 256 values.
   int64_t In(int64_t low, int64_t high) { return low + Byte() % (high - low + 1); }
   bool Flag() { return (Byte() & 1) != 0; }
-  // Mostly small, else at an edge or anything.
+  // Mostly small numbers, else an edge case or any number.
   int64_t AnyInt() {
     static constexpr int64_t kEdges[] = {-1,      0,         1,         2,
                                          16,      32,        33,        2048,
@@ -51,8 +51,8 @@ class FuzzInput {
     return kind < 200 ? int64_t{Take<int32_t>()} : Take<int64_t>();
   }
 
-  // Any bytes. Random ones come from a seed, so that inputs stay short; small int32s lie around
-  // the indices that tables hold.
+  // Fills a buffer with any bytes. Random bytes come from a seed, so that inputs stay short; small
+  // int32s are close to the indices that tables hold.
   void Fill(const Buffer& buffer, int64_t bound) {
     const uint8_t kind = Byte() % 5;
     uint8_t* to = buffer.data();

@@ -1,6 +1,6 @@
 // Fuzz target: protocol/ with arbitrary ids, sizes, flags and credits. Routing must give the tables
-// that its definition gives, whatever the ids; sizes that Validate lets pass must not overflow; a
-// cell of a window is believed only if it is the awaited one.
+// of its definition, whatever the ids; sizes that Validate passes must not overflow; a cell of a
+// window is accepted only if it is the awaited one.
 #include <set>
 #include <utility>
 #include <vector>
@@ -38,7 +38,7 @@ void Route(FuzzInput& input) {
   std::memset(rows.data(), 0, static_cast<size_t>(rows.bytes()));
   for (int64_t i = 0; i < entries; ++i) ids.as<int32_t>()[i] = AnyId(input, shape.experts());
   KeptInvalidIds invalid;
-  // In one run or in two: the counters carry on.
+  // In one run or in two; the counters continue.
   const int64_t cut = n == 0 ? 0 : input.In(0, n);
   for (const auto& [begin, end] : {std::pair(int64_t{0}, cut), std::pair(cut, n)}) {
     RouteTokens(shape, ids.as<int32_t>(), begin, end, {slots.as<int32_t>(), rows.as<int32_t>()},
@@ -72,7 +72,7 @@ void Route(FuzzInput& input) {
   FUZZ_CHECK(std::equal(rows_so_far.begin(), rows_so_far.end(), rows.as<int32_t>()));
 }
 
-// Any sizes at all: what Validate lets pass may be multiplied.
+// Arbitrary sizes: those that Validate passes can be multiplied without overflow.
 void Sizes(FuzzInput& input) {
   EpShape shape;
   shape.ranks = input.In(1, 40);
@@ -130,7 +130,8 @@ void Sizes(FuzzInput& input) {
   });
 }
 
-// Rows of any index, groups of any length: nothing lands outside, every real row is in one tile.
+// Rows of any index, groups of any length: nothing is placed outside, and every real row is in one
+// tile.
 void Rows(FuzzInput& input) {
   const int64_t recv_rows = input.In(0, 255) * 3;
   const int64_t index = input.AnyInt();
@@ -169,7 +170,7 @@ void Rows(FuzzInput& input) {
   FUZZ_CHECK(std::count(seen.begin(), seen.end(), true) == row_offsets.back());
 }
 
-// Cells with any contents against the state of a rank that makes calls, some of them in halves.
+// Cells with any contents, compared with the state of a rank whose calls are partly in halves.
 void Signals(FuzzInput& input) {
   const auto depth = static_cast<uint32_t>(input.In(1, kMaxDepth));
   const auto turns = static_cast<uint32_t>(input.In(1, depth));
@@ -205,7 +206,7 @@ void Signals(FuzzInput& input) {
       const auto consumed = static_cast<uint64_t>(input.AnyInt());
       const RegionLease& lease = pending.back();
       const Observation seen = ClassifyCredit(consumed, lease);
-      // Only what lies between the region's last epoch and this one frees it.
+      // Only an epoch from the region's last one to this one frees it.
       FUZZ_CHECK((seen == Observation::kArrived) ==
                  (consumed - lease.previous <= lease.epoch - lease.previous));
     }
