@@ -38,7 +38,7 @@ def headline(data, table):
         found.append((row["op"], f"**{times[0]}**", share, *times[1:]))
         best.add(row["ragged_best"])
     sizes = (
-        f"{SHORT_TOKENS} tokens per rank of {data['hidden']} {data['dtype']}, "
+        f"{SHORT_TOKENS} tokens per rank, hidden {data['hidden']}, {data['dtype']}, "
         f"top-{data['top_k']} of {data['experts']} experts, {data['count']} x "
         f"{data['device']}, {data['date']}"
     )
@@ -47,7 +47,7 @@ def headline(data, table):
         "jax_ep",
         "of the link's speed",
         "JAX's `ragged_all_to_all`",
-        f"its fastest way found ({', '.join(sorted(best))})",
+        f"the fastest way to call it that we found ({', '.join(sorted(best))})",
     )
     return table(columns, found)
 
@@ -65,9 +65,10 @@ def p2p(data, table, picture=None):
         "experts, distinct random ids. `floor` is the time that the busiest rank's "
         f"bytes need at {report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
         "plain copy kernel in the same run; GB/s and % count those bytes. `ragged` is "
-        "JAX's own path, in the ways that the columns name; `speed-up` is over the "
-        "fastest of them. Blank cells were not measured. Every result was compared bit "
-        "for bit with transport `collective`'s in the same run. "
+        "JAX's own path, called in the ways that the columns name, and `speed-up` is "
+        "p2p's over the fastest of them. Blank cells were not measured. Every result "
+        "was compared with transport `collective`'s in the same run, bit for bit (sums "
+        "of `ragged` within rounding). "
         f"[How calls are timed]({page}#how-calls-are-timed)."
     )
     parts = [head]
@@ -99,16 +100,16 @@ def p2p_others(data, table):
     if rows:
         parts.append(
             f"**Skewed routing** ({performance_tables.source(data, data['command'])}): "
-            "popularity of experts as 1 / place, `recv_capacity` what the fullest rank "
-            "needs."
+            "with all experts in a random order, the popularity of each is 1 / its "
+            "position. `recv_capacity` is what the fullest rank needs."
         )
         parts.append(table(COLUMNS, map(performance_tables.p2p_row, rows)))
     for row in data["results"]:
         if row["transport"] == "p2p" and row["zero_tail"]:
             parts.append(
-                f"With the defaults, the worst case of {row['recv_capacity']} rows and "
-                f"a cleared tail, {row['op']} of T = {row['tokens']} takes "
-                f"{row['us']:.0f} us."
+                "With the defaults, which are room for the worst case of "
+                f"{row['recv_capacity']} rows and a cleared tail, a {row['op']} of T = "
+                f"{row['tokens']} takes {row['us']:.0f} us."
             )
     return "\n\n".join(parts)
 
@@ -131,9 +132,9 @@ def cpu(data, table):
         f"{data['commit'][:12]}; `benchmarks/calls/cpu_steps.py`): hidden "
         f"{data['hidden']}, bfloat16, top-{data['top_k']} of {data['experts']}, "
         f"{data['ranks']} ranks. "
-        "Bytes are payload rows read and written; `memcpy` moves as many in one piece, "
-        "in the same run. Pack and unpack copy; the combine steps also sum, and `pack` "
-        "in a format quantises."
+        "Bytes are those of the payload rows read and written; `memcpy` moves as many "
+        "bytes in one piece, in the same run. Pack and unpack copy rows. The combine "
+        "steps also add rows up, and `pack` in a format quantises them."
     )
     columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
     return head + "\n\n" + table(columns, rows)
@@ -154,9 +155,9 @@ def collective(data, table):
         f"**Collective transport, {data['count']} x {data['device']}** (jax "
         f"{data['jax']}, {data['date']}, commit {data['commit'][:12]}; "
         f"`benchmarks/calls/collective.py`): hidden {data['hidden']}, bfloat16, "
-        f"top-{data['top_k']} of {data['experts']}, whole calls back to back, host "
-        "clock. `all_to_all` is the exchange alone, of full slots; the rest is pack, "
-        "unpack and launches."
+        f"top-{data['top_k']} of {data['experts']}. Whole calls run back to back and "
+        "are timed by the host's clock. `all_to_all` is the exchange alone, on a "
+        "buffer of the same size; the rest is pack, unpack and launches."
     )
     columns = ("T per rank", "dispatch us", "combine us", "`all_to_all` us")
     return head + "\n\n" + table(columns, rows)

@@ -617,7 +617,7 @@ PAGES = {
         Claim(CALLS, "T = 1: 8 us | {} |", of.us_of_call(("dispatch", 1))),
         Claim(
             FORMATS,
-            "of the bytes | {}, {} | a call takes {} us besides the link's time, where "
+            "of 0.85 | {}, {} | a call takes {} us besides the link's time, where "
             "bfloat16 takes {};",
             of.joined(
                 of.recovered("dispatch", NVFP4, "mxfp4"), of.besides("mxfp4", "bf16")
@@ -625,7 +625,7 @@ PAGES = {
         ),
         Claim(
             FORMATS,
-            "of the bytes | {} | {} us for each 1024 tokens besides",
+            "of 0.85 | {} | {} us for each 1024 tokens besides",
             of.joined(of.recovered("combine", FP8), of.more_of_combine),
         ),
         Claim(

@@ -42,21 +42,21 @@ def layers_in_short(data, table):
     chosen = [header.index(name) for name in SHORT if name in header]
     has_ragged = any(name.startswith("ragged") for name in header)
     ragged = (
-        ", `ragged` by `jax.lax.ragged_all_to_all`, in [the ways named]"
+        ", and `ragged` by `jax.lax.ragged_all_to_all`, called in [the ways named]"
         "(docs/benchmarks.md#ways-to-call-ragged_all_to_all)"
     )
     fp8 = (
-        f" `{report.FP8_COLUMNS[0]}` multiplies codes of tokens and of weights, those "
-        "of weights made before ([docs/fp8.md](docs/fp8.md))."
+        f" `{report.FP8_COLUMNS[0]}` multiplies codes of tokens by codes of weights; "
+        "the latter are made beforehand ([docs/fp8.md](docs/fp8.md))."
     )
     head = (
         f"**Whole MoE layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
         f"{data['date']}): {data['tokens']} tokens per rank, top-{data['top_k']}, "
-        "bfloat16. Milliseconds for router, exchange, SwiGLU experts and exchange; in "
-        "brackets the share that is not router or experts. `dense` exchanges by "
-        f"`all_to_all` with a fixed capacity{ragged * has_ragged}."
-        f"{fp8 * (report.FP8_COLUMNS[0] in header)} The last columns "
-        "are p2p's speed-up over these. More columns and the commands: "
+        "bfloat16. Times are in milliseconds, for router, exchange, SwiGLU experts and "
+        "exchange. In brackets is the share that is neither router nor experts. "
+        f"`dense` exchanges by `all_to_all` with a fixed capacity{ragged * has_ragged}."
+        f"{fp8 * (report.FP8_COLUMNS[0] in header)} The last columns are p2p's "
+        "speed-up over these layers. More columns and the commands are in "
         "[docs/benchmarks.md](docs/benchmarks.md#whole-layers)."
     )
     short = [[row[i] for i in chosen] for row in rows]
@@ -76,32 +76,34 @@ def layers(data, table):
     flags = seen("flags", "ragged")
     ragged = (
         "`ragged` is the same layer over `jax.lax.ragged_all_to_all` "
-        "(`jax_ep/_cli/bench/ragged.py`): an update per rank with default flags, in "
-        "the way named and in the [fastest](#ways-to-call-ragged_all_to_all) of "
-        f"{flags}. "
+        "(`jax_ep/_cli/bench/ragged.py`): with an update per rank and default flags, "
+        "in the way that the column names, and in the "
+        f"[fastest](#ways-to-call-ragged_all_to_all) of {flags}. "
     )
     default = seen("matmul", report.default_experts())
     at_default = (
-        "`default experts` is p2p's as a layer had it at that commit that named none "
-        f"({default}). "
+        "`default experts` is p2p's layer with the experts that were the default at "
+        f"that commit ({default}). "
     )
     ways = seen("matmul", *report.OURS)
-    padded = "`Padded` has the room that the timed routings need. "
+    padded = "`padded` has the room that the timed routings need. "
     head = (
         f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
         f"{data['tokens']} tokens per rank, top-{data['top_k']}, bfloat16. "
-        "Milliseconds for router, exchange, SwiGLU experts and exchange; the second "
-        "row of each size has every gradient as well. In brackets is the share that "
-        "the same router and experts do not take on rows that are already there. "
+        "Times are in milliseconds, for router, exchange, SwiGLU experts and exchange; "
+        "the second row of each size includes every gradient. In brackets is the share "
+        "of the time that is left after subtracting that of the same router and "
+        "experts on rows that are already there. "
         f"{ragged if flags else ''}"
-        "`dense` is `all_to_all` with room for 1.25 times the mean (what is over is "
-        "dropped) and batched matmuls; why it takes longer in some sizes than its "
-        f"bytes say was not looked into. {at_default if default else ''}"
-        f"{_fp8(data)}The last columns are p2p's speed-up over each other layer. "
-        "The other layers multiply by the fastest of the ways of `jax_ep.experts` that "
+        "`dense` is `all_to_all` with room for 1.25 times the mean (the excess is "
+        "dropped) and batched matmuls. In some sizes it takes longer than its bytes "
+        "explain; we have not investigated why. "
+        f"{at_default if default else ''}{_fp8(data)}"
+        "All other layers multiply by the fastest of the ways of `jax_ep.experts` that "
         f"were timed in each size (here {ways}). {padded * ('padded' in ways)}"
-        "All results and gradients were compared in the run that timed them, within "
-        "rounding."
+        "The last columns are p2p's speed-up over each of the other layers. "
+        "All results and gradients were compared, within rounding, in the run that "
+        "timed them."
     )
     return "\n\n".join([head, *times])
 
@@ -111,9 +113,9 @@ def _fp8(data):
     if report.FP8_COLUMNS[0] not in report.table(data)[0]:
         return ""
     return (
-        "`fp8 experts` is p2p's with tokens in `fp8_block128`, whose codes "
-        "`jax_ep.experts.fp8` multiplies with codes of the weights that were made "
-        "before; `fp8 over bf16` is the time of p2p's layer in bfloat16 over its. "
+        "`fp8 experts` is p2p's layer with tokens in `fp8_block128`, whose codes "
+        "`jax_ep.experts.fp8` multiplies by codes of the weights that were made "
+        "beforehand. `fp8 over bf16` is its speed-up over p2p's layer in bfloat16. "
     )
 
 
@@ -125,7 +127,7 @@ def all_layers(data, table):
     return "\n\n".join(
         [
             layers(data, table),
-            "The experts alone, by way of multiplying:",
+            "The experts alone, for each way of multiplying:",
             table(("size", "pass", "way", "ms"), alone),
             *_stats_cost(data, table),
             *_capacity_cost(data, table),
@@ -163,7 +165,7 @@ def grouped(data, table):
     others = (
         "`jax` is `jax.lax.ragged_dot`"
         if name == "hopper"
-        else "`jax` are those of `jax.experimental.pallas.ops.gpu`"
+        else "`jax` are the kernels of `jax.experimental.pallas.ops.gpu`"
     )
     more, rows = _more_ways(data), []
     for (case, op, room), us in found.items():
@@ -173,21 +175,20 @@ def grouped(data, table):
         ratios = _ratio(us.get("jax"), ours), _ratio(ours, us.get("batched"))
         rows.append((case, OPS[op], room, _number(ours), rate, *cells, *ratios))
     sizes = "; ".join(
-        f"{case} {s['rows']} rows, {s['groups']} experts of hidden {s['hidden']} and "
-        f"inner {s['inner']}"
+        f"{case} has {s['rows']} rows and {s['groups']} experts of hidden "
+        f"{s['hidden']} and inner {s['inner']}"
         for case, s in data["cases"].items()
     )
     source = performance_tables.source(data, data["command"])
     head = (
-        f"The grouped matmuls of `{name}` ({source}, jax {data['jax']}), bfloat16, "
-        f"with as many rows per group as chance gives: {sizes}. `room` is how many "
-        "rows the operand has for each row in a group; in a default layer that is the "
-        "number of ranks. "
-        f"{_of_more_ways(data)}"
-        f"Microseconds for gate, up and down together; {others}, "
-        "`batched` is one matmul of as many rows "
-        "for each group (cuBLAS). `faster` is the time of `jax` over that of "
-        f"`{name}`, and `of batched` the time of `{name}` over that of `batched`. "
+        f"The grouped matmuls of `{name}` ({source}, jax {data['jax']}), in bfloat16 "
+        f"with random group sizes: {sizes}. `room` is how many rows the operand has "
+        "for each row in a group; in a default layer that is the number of ranks. "
+        "Times are in microseconds, for gate, up and down together. "
+        f"{others}, and `batched` is one matmul with the same number of rows in every "
+        f"group (cuBLAS). {_of_more_ways(data)}"
+        f"`faster` is the time of `jax` over that of `{name}`, and `of batched` the "
+        f"time of `{name}` over that of `batched`. "
         "Results were compared in the same run."
     )
     columns = ("size", "result", "room", "us", "TFLOP/s", "jax")
@@ -227,10 +228,10 @@ def _of_more_ways(data):
         others = sorted({row["error"] for row in rows if "difference" not in row})
         if far:
             text += (
-                ", without a time where its results are off by more than rounding (by "
+                "; it has no time where its results are off by more than rounding (by "
                 f"{min(far):.2f} to {max(far):.2f} of the largest element)"
             )
-        text += f", which did not always run ({'; '.join(others)})" if others else ""
+        text += f"; it did not always run ({'; '.join(others)})" if others else ""
         text += ". "
     return text
 
@@ -257,10 +258,10 @@ def _experts(data, table, rows):
         ways = found.setdefault((row["case"], row["op"], row["room"]), {})
         ways[row["way"]] = row.get("us", float("nan"))
     yield (
-        "Whole experts with SwiGLU in microseconds: forward, and forward with the "
+        "Whole experts with SwiGLU, in microseconds: forward, and forward with the "
         "gradients of rows and of both matrices. `fp8` multiplies codes that were made "
-        "beforehand; `quantize` is the time of those of the weights, in both "
-        "orientations."
+        "beforehand; `quantize` is the time it takes to make those of the weights, in "
+        "both orientations."
     )
     more = _more_ways({"results": rows})
     ways = ("hopper", "fp8", "jax", *more, "batched")
@@ -282,8 +283,9 @@ def _capacity_cost(data, table):
     rows = list(report.capacity_cost(data))
     if rows:
         yield (
-            "p2p's layer with the room for rows that a config has by default, for the "
-            "worst case, beside the room that the timed routings need:"
+            "p2p's layer with the room for rows that the timed routings need (`ms`), "
+            "and with the default room, which is enough for the worst case (`default "
+            "capacity`):"
         )
         columns = ("experts", "size", "pass", "ms", "default capacity", "")
         yield table(columns, rows)
@@ -293,8 +295,8 @@ def _memory(data, table):
     rows = list(report.memory(data))
     if rows:
         yield (
-            "MiB on a GPU that a layer's program needs besides its operands and "
-            "results, by XLA's report (`memory_analysis`), and that of its windows, "
+            "MiB per GPU that a layer's program needs besides its operands and "
+            "results, as XLA reports it (`memory_analysis`), and those of its windows, "
             "which all calls of a handle share:"
         )
         yield table(report.MEMORY_COLUMNS, rows)
@@ -304,10 +306,11 @@ def _steps(data, table):
     rows = list(report.steps(data))
     if rows:
         yield (
-            "Making the codes of the experts' weights (`GB/s` per GPU, of reading the "
-            "weights once and writing codes, in both orders, and scales), and steps of "
-            "p2p's layer: forward and back over as many microbatches, in fp8 after "
-            "making the codes once:"
+            "The time to make the codes of the experts' weights (`codes ms`), and "
+            "steps of p2p's layer. `GB/s`, per GPU, counts reading the weights once "
+            "and writing codes, in both orders, and scales. A step runs forward and "
+            "backward over the given number of microbatches; in fp8 it first makes the "
+            "codes, once:"
         )
         yield table(report.STEP_COLUMNS, rows)
 
@@ -344,10 +347,12 @@ def train(data, table):
         f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
         f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
         f"{sizes['experts']} experts, {sizes['sequences']} sequences of "
-        f"{sizes['length']} bytes per step, Adam, seed {data['seed']}; nats per byte. "
-        "Largest difference from the dense curve before a near tie of a router turned "
-        f"the first token to another expert, and with what came of it: {found}. Until "
-        f"then no parameter's gradient had a norm off by more than {norms:.1e} of it."
+        f"{sizes['length']} bytes per step, Adam, seed {data['seed']}. Losses are in "
+        "nats per byte. Rounding may decide a near tie of a router differently, so "
+        "that a token goes to another expert than in the dense model. The largest "
+        f"differences from the dense curve before that and in all steps: {found}. "
+        "Before that, no norm of a parameter's gradient was off by more than "
+        f"{norms:.1e} of its value."
     )
     return f"{head}\n\n" + table(("step", "dense", *names), rows)
 
@@ -370,14 +375,15 @@ def routers(data, table):
     ]
     head = (
         f"`jax_ep.router.route` ({performance_tables.source(data, data['command'])}), "
-        f"top-{data['top_k']} of {data['experts']} experts, from logits to ids and "
-        "weights, and with the gradient of a function of the weights: microseconds on "
-        f"the GPU, in programs that do it {data['steps']} times, and in brackets how "
-        "many kernels it takes. `plain` is the same router in "
-        "plain JAX, as it is outside of `shard_map`, `ours` the kernel. Logits are of "
-        "bfloat16 tokens and a float32 router, `plain` as one product of highest "
-        f"precision, `ours` as a layer computes them: of more than {FEW_TOKENS} tokens "
-        "by parts of bfloat16."
+        f"top-{data['top_k']} of {data['experts']} experts: from logits to ids and "
+        "weights, and the same with the gradient of a function of the weights. A "
+        f"program does this {data['steps']} times. The table has the microseconds on "
+        "the GPU for each time, and in brackets its number of kernels. `plain` is the "
+        "same router in plain JAX, as it runs outside of `shard_map`, and `ours` is "
+        "the kernel. Logits are computed from bfloat16 tokens and a float32 router: "
+        "`plain` takes one product of highest precision, `ours` does what a layer "
+        f"does, which for more than {FEW_TOKENS} tokens is to multiply parts in "
+        "bfloat16."
     )
     columns = ("router", "part", "tokens", "plain", "ours", "times as fast")
     return f"{head}\n\n" + table(columns, cells)

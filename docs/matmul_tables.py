@@ -15,7 +15,8 @@ _BATCHED = "batched"
 
 
 def _must_be_right(data, kind):
-    wrong = [row for row in data["results"] if row["wrong"]]
+    rows = [*data["results"], *data.get("checks", ())]
+    wrong = [row for row in rows if row["wrong"]]
     if wrong:
         raise SystemExit(f"the newest {kind} file is unfit: {wrong}")
 
@@ -41,14 +42,15 @@ def kernels(data, table):
             cells.append((case, name, *numbers))
     head = (
         f"The kernels of `jax_ep.experts.hopper` and `fp8` ({_source(data)}), without "
-        "JAX, on random normal operands, with as many rows per group as chance gives: "
-        "microseconds for gate, up and down together. The forward pass includes SwiGLU "
-        "and stores gate and up for a backward pass, that of fp8 also quantises the "
-        "activation; the gradient of rows includes the derivative of SwiGLU. `cuBLAS` "
-        "is one batched matmul in bfloat16 with equally many rows per group and "
-        "nothing besides, timed by turns with the kernel; `of cuBLAS` is the kernels' "
-        f"time over that. {len(data['checks'])} checks of other sizes against float64 "
-        f"in the same run, all right.{_clocks(data.get('clocks'))}"
+        "JAX, on random normal operands with random group sizes. Times are in "
+        "microseconds, for gate, up and down together. The forward pass includes "
+        "SwiGLU and stores gate and up for a backward pass; in fp8 it also quantises "
+        "the activation. The gradient of rows includes the derivative of SwiGLU. "
+        "`cuBLAS` is one batched bfloat16 matmul with the same number of rows in every "
+        "group and nothing else, timed in turns with the kernel; `of cuBLAS` is the "
+        f"kernels' time over that. In the same run {len(data['checks'])} checks of "
+        "other sizes agreed with float64."
+        f"{_clocks(data.get('clocks'))}"
     )
     columns = ("size", "result", "us", "TFLOP/s", "cuBLAS us", "of cuBLAS")
     return f"{head}\n\n" + table(columns, cells)
@@ -59,7 +61,7 @@ def _clocks(seen):
         return ""
     return (
         f" The GPU drew {seen['watts']:.0f} of {seen['most_watts']:.0f} W at "
-        f"{seen['mhz']:.0f} of {seen['most_mhz']:.0f} MHz, medians of the run; its "
+        f"{seen['mhz']:.0f} of {seen['most_mhz']:.0f} MHz (medians over the run); its "
         f"power cap held the clock down {100 * seen['capped']:.0f}% of the time."
     )
 
@@ -86,9 +88,10 @@ def cutlass(data, table):
                 (case, op, name, way.removeprefix(prefix), f"{own[way]:.0f}", ratio)
             )
     head = (
-        f"CUTLASS {data['cutlass']} ({_source(data)}): gate and up, and down, without "
-        "SwiGLU, by the fastest of its kernels that were tried; `to rows` are "
-        "gradients of rows without the derivative of SwiGLU."
+        f"CUTLASS {data['cutlass']} ({_source(data)}): the matmul of gate and up and "
+        "that of down, without SwiGLU. Each row has the kernel that took the least "
+        "time for both together, of those that we tried. `to rows` is the gradient of "
+        "rows, without the derivative of SwiGLU."
     )
     columns = ("size", "result", "operands", "kernel, cluster", "us", "of cuBLAS")
     return f"{head}\n\n" + table(columns, cells)
@@ -107,11 +110,11 @@ def profile(data, table):
         names = row["case"], row["product"], row["whose"]
         cells.append((*names, *texts, moved, waits))
     head = (
-        f"One call of each under Nsight Compute ({_source(data)}), whose time is that "
-        "of a single call, not of a long run. `tensor` is the share of the "
-        "cycles in which tensor cores were busy, `L2 hits` the share of L2's sectors "
-        "that it had, `waits` the warps that waited for each instruction that was "
-        "issued, by reason."
+        f"One call of each under Nsight Compute ({_source(data)}). Times are those of "
+        "single calls, not of a long run. `tensor` is the percentage of cycles in "
+        "which tensor cores were busy, and `L2 hits` the percentage of requested "
+        "sectors that L2 had. `waits` is the number of warps that waited per "
+        "instruction issued, by reason."
     )
     columns = ("size", "product", "whose", "us", "tensor", "L2 hits", "GB/s", "waits")
     kept = [i for i in range(len(columns)) if any(row[i] != "" for row in cells)]
@@ -139,14 +142,15 @@ def decode(data, table, with_layers=None):
         for row in experts
         if row["way"] == "read"
     }
-    plain = ", ".join(
+    plain = "; ".join(
         f"{rows} rows, {name} {us:.0f}" for (rows, name), us in reads.items()
     )
     head = (
         f"{_source(data)}, jax {data['jax']}: one rank's experts, {sizes['groups']} of "
-        f"hidden {sizes['hidden']} and inner {sizes['inner']}, tokens of "
-        f"{sizes['top_k']} experts each. `of read` is the time over that of a plain "
-        f"read of the weights that are hit, which took, in microseconds: {plain}."
+        f"hidden {sizes['hidden']} and inner {sizes['inner']}, with "
+        f"{sizes['top_k']} experts per token. `of read` is the time over that of a "
+        "plain read of the weights of the experts that are hit. Such a read took, in "
+        f"microseconds: {plain}."
     )
     parts = [
         head,
@@ -166,8 +170,9 @@ def decode(data, table, with_layers=None):
     if layers:
         of_older = f" ({_source(whole)})" if whole is not data else ""
         parts += [
-            f"Whole layers on {whole['count']} GPUs{of_older}, by tokens per rank; "
-            "`exchange` is the same program with experts that return their rows:",
+            f"Whole layers on {whole['count']} GPUs{of_older}, by tokens per rank. "
+            "`exchange` is the same program with experts that return their rows "
+            "unchanged:",
             table(("tokens", "weights", "us", "exchange us"), layers),
         ]
     return "\n\n".join(parts)

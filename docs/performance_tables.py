@@ -94,8 +94,8 @@ def formats(data, table):
     peak = report.number(data["peak_gb_s"], 0)
     head = (
         f"{source(data, data['command'])}, seed {data['seed']}; peak {peak} GB/s. "
-        f"On 4 GPUs, at T = 4096, the aim is {report.RECOVERED_AIM} of the bytes; "
-        "fewer GPUs are less held up by their links."
+        "On 4 GPUs, at T = 4096, the aim is a `recovered` of at least "
+        f"{report.RECOVERED_AIM}; with fewer GPUs the links limit calls less."
     )
     return f"{head}\n\n" + table(columns, rows)
 
@@ -114,10 +114,10 @@ def host(data, table):
         if "old_us" in row
     ]
     head = (
-        f"{source(data, data['command'])}, jax {data['jax']}: microseconds per call of "
-        f"{data['transports'][0]}, the least of all runs, and in brackets the median, "
-        f"beside commit {data['old_commit']}; {data['count']} GPUs, hidden "
-        f"{data['hidden']}, without CUDA graphs."
+        f"{source(data, data['command'])}, jax {data['jax']}: {data['count']} GPUs, "
+        f"hidden {data['hidden']}, without CUDA graphs, compared with commit "
+        f"{data['old_commit']}. Figures are microseconds per call of "
+        f"{data['transports'][0]}: the least of all runs, and in brackets the median."
     )
     columns = ("", "T per rank", "this commit", data["old_commit"])
     return f"{head}\n\n" + table(columns, rows)
@@ -173,31 +173,33 @@ def overlap(data, table):
     head = (
         f"{runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
         f"per rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
-        "bfloat16; microseconds."
+        "bfloat16. Times are in microseconds."
     )
     shown = [head, table(overlap_report.header(), list(overlap_report.cells(data)))]
     parts = list(overlap_report.parts(data))
     if parts:
         shown += [
-            'The steps of a call with `overlap="copy"`, each alone. Packing and '
-            "placing stay exposed; `over pack+place` is what else does, at most "
-            f"{overlap_report.TARGET_US} us where all is well and the work longer than "
-            "the copies:",
+            'The steps of a call with `overlap="copy"`, each timed alone. Packing and '
+            "placing always stay exposed. `over pack+place` is what else is exposed; "
+            f"the aim is at most {overlap_report.TARGET_US} us, provided that the work "
+            "takes longer than the copies:",
             table(overlap_report.PARTS_HEADER, parts),
         ]
     timelines = list(overlap_report.timelines(data))
     if timelines:
         shown += [
-            "One traced call of each (`jax.profiler`) with nothing enqueued before it, "
-            "so that the host's launches show: when each stream of the first GPU began "
-            "and ended the exchange, and the other work, to which small copies count:",
+            "One call of each, traced by `jax.profiler`, with nothing enqueued before "
+            "it, so that the host's launches show. The columns have the times at which "
+            "each stream of the first GPU began and ended the exchange, and the other "
+            "work, which includes small copies:",
             table(overlap_report.TIMELINES_HEADER, timelines),
         ]
     batches = list(overlap_report.batches(data))
     if batches:
         shown += [
-            "Two micro-batches through dispatch, experts and combine, one after the "
-            "other and each one's exchange under the other's experts:",
+            "Two micro-batches go through dispatch, experts and combine: one after the "
+            "other (`in turn ms`), and with each one's exchange under the other's "
+            "experts (`ms`):",
             table(overlap_report.BATCHES_HEADER, batches),
         ]
     return "\n\n".join(shown)
@@ -208,7 +210,7 @@ def graphs(data, table):
     rows = list(overlap_report.graphs(data))
     if not rows:
         return "No run is recorded yet."
-    head = f"{runs(data)}; of programs of many calls."
+    head = f"{runs(data)}. Times are per call, in programs of many calls."
     return f"{head}\n\n" + table(overlap_report.GRAPHS_HEADER, rows)
 
 
@@ -223,9 +225,9 @@ def options(data, table):
     """Shows what each option costs against plain calls."""
     head = (
         f"{_options(data)}: microseconds of a call of T tokens per rank, hidden "
-        f"{data['hidden']}, top-{data['top_k']} of {data['experts']}, bfloat16; in "
-        "brackets, how many times the plain call's. A dispatch not listed is the plain "
-        "one."
+        f"{data['hidden']}, top-{data['top_k']} of {data['experts']}, bfloat16. In "
+        "brackets is the time over that of the plain call. An option without a row for "
+        "dispatch does not change dispatch."
     )
     rows = list(options_report.cells(data))
     return f"{head}\n\n" + table(options_report.header(data), rows)
@@ -233,7 +235,10 @@ def options(data, table):
 
 def halves(data, table):
     """Shows first halves alone, by the number of multiprocessors."""
-    head = f"{_options(data)}: microseconds; in brackets, over the default's."
+    head = (
+        f"{_options(data)}: times in microseconds, and in brackets over that of the "
+        "default."
+    )
     rows = list(options_report.halves(data))
     return f"{head}\n\n" + table(options_report.halves_header(data), rows)
 

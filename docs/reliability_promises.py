@@ -5,8 +5,8 @@
 # p2p rather than collective, then on the most devices, then the newest. "processes" are
 # the suites that ran in several processes.
 PROMISES = (
-    ("Ids outside [-1, E), of each value class, touch no memory and are reported by "
-     "`ep.check()`",
+    ("Ids outside [-1, E), of every class of values, touch no memory and are reported "
+     "by `ep.check()`",
      "pytest tests/api/test_misuse.py tests/api/test_dispatch.py",
      ("ci", "gpu")),
     ("NaN and Inf only reach their own sums and blocks; n = 0 and unusual layouts "
@@ -14,27 +14,28 @@ PROMISES = (
      "pytest tests/api/test_bad_values.py",
      ("ci", "gpu")),
     ("Wrong configs, shapes, dtypes, axes and routes of other handles raise "
-     "ValueError or TypeError while tracing, with value and remedy",
+     "ValueError or TypeError while tracing, and the message has value and remedy",
      "pytest tests/api/test_errors.py tests/api/test_errors_operands.py "
      "tests/api/test_options_errors.py tests/api/test_split_errors.py",
      ("ci", "gpu")),
-    ("In changed routes an index out of range counts as absent, before any access, "
-     "and one in range shows nothing that was not sent in this call",
+    ("If a route was changed, an index out of range counts as absent before any "
+     "access, and one in range shows nothing that was not sent in this call",
      "pytest tests/api/test_tampered.py; ctest -R tampered",
      ("ci", "gpu")),
     ("Whatever bytes are in ids, counts, messages, routes, sizes or attributes, "
      "nothing is read or written outside a buffer",
      "python -m tools.fuzz --minutes 30; ctest -R fuzz",
      ("ci", "fuzz")),
-    ("p2p, shmem: a custom call is refused if one operand has another size, rank or "
-     "dtype, or an attribute another value, by itself or compared with the windows",
+    ("p2p, shmem: a custom call is refused if any operand has a wrong size, rank or "
+     "dtype, or any attribute a wrong value, in itself or for the group's windows",
      "ctest -R window_operands",
      ("ci",)),
     ("Double close, use after close, fork, pickling, garbage collection in any order "
      "and exit with calls in flight do no harm",
      "pytest tests/api/test_handle.py tests/api/test_handle_life.py",
      ("ci", "gpu")),
-    ("A persistent compilation cache never meets another handle's or config's group",
+    ("A program from a persistent compilation cache never runs on the group of another "
+     "handle or config",
      "pytest tests/api/test_handle.py -k persistent_cache",
      ("ci", "gpu")),
     ("Handles behave as a model says, in any order of calls and with several open",
@@ -47,21 +48,22 @@ PROMISES = (
     ("The same inputs give the same bytes under random delays of ranks",
      "pytest tests/api/test_determinism.py",
      ("ci", "gpu")),
-    ("Results stay right for long, with random shapes, routing, skew, formats and "
+    ("Results stay right in long runs with random shapes, routing, skew, formats and "
      "options",
      "python -m benchmarks.soak.soak --minutes 15",
      ("soak-cpu",)),
     ("The same on GPUs",
      "python -m benchmarks.soak.soak --minutes 10",
      ("soak-gpu",)),
-    ("The same with one process per GPU, also over forced nodes, while others compile",
+    ("The same with one process per GPU, also over forced nodes, while other programs "
+     "are compiled",
      "python -m benchmarks.soak.processes --processes 4 --minutes 10 --transport p2p; "
      "python -m benchmarks.soak.processes --processes 4 --ranks-per-node 2 --minutes "
      "10 --transport shmem",
      ("soak-processes",)),
-    ("3,000 calls, 300 handles with their compilation (150 on GPUs) and 20,000 "
-     "without leave no memory behind; nor do windows of p2p, opened and closed 1,000 "
-     "times",
+    ("3,000 calls, 300 handles with their compilation (150 on GPUs) and 20,000 handles "
+     "without leak no memory, and neither does opening and closing windows of p2p "
+     "1,000 times",
      "pytest tests/api/test_leaks.py",
      ("ci", "gpu")),
     ("p2p: memory is what `ep.buffer_bytes` says, up to the driver's granule, and is "
@@ -69,35 +71,37 @@ PROMISES = (
      "pytest tests/transports/test_p2p_faults.py -k memory",
      ("gpu",)),
     ("p2p: if a rank is missing, late, raises, closes, or is in another call, every "
-     "rank gets an error within `timeout_s` + 5 s that names both; the process and "
-     "other handles go on",
+     "rank gets an error within `timeout_s` + 5 s that names both ranks; the process "
+     "and other handles go on",
      "pytest tests/transports/test_p2p_faults.py",
      ("gpu",)),
-    ("p2p, shmem, also over forced nodes: if a process calls late, in another order, "
-     "another call or another handle, closes instead, or has another config, the "
-     "others get the error in time, and all go on together",
+    ("p2p, shmem, also over forced nodes: if a process is late, calls in another "
+     "order, makes another call or one of another handle, closes instead, or has "
+     "another config, the others get the error in time, and all go on together",
      "pytest tests/transports/test_process_faults.py",
      ("gpu",)),
     ("p2p: if a process raises and closes while the others are in a call, they get "
      "the error, and all go on together",
      "pytest tests/transports/test_processes_gpu.py -k raises",
      ("gpu",)),
-    ("shmem: the same bytes as p2p, and the same with a process that raises or dies",
+    ("shmem: gives the same bytes as p2p, and behaves like it if a process raises or "
+     "dies",
      "pytest tests/transports/test_shmem_gpu.py",
      ("gpu",)),
     ("p2p: if a process is killed in a call, the others get the error and go on over "
      "the survivors",
      "pytest tests/transports/test_processes_gpu.py -k killed",
      ("gpu",)),
-    ("`init` in several processes, without GPUs: if one is killed before, at any step "
-     "or after, gives up, comes late or has other arguments, it ends in time for all "
-     "and names that process; descriptors go only to the job's own processes",
+    ("`init` in several processes, without GPUs: if a process is killed before, at any "
+     "step or after, gives up, is late or has other arguments, `init` ends in time "
+     "for all and names that process; descriptors go only to the job's own processes",
      "pytest tests/transports/test_multiprocess_windows.py "
      "tests/transports/test_rendezvous.py tests/transports/test_descriptors.py",
      ("ci",)),
-    ("The same at 30 points of `init`, by an exception, Ctrl-C, a stop of some "
-     "seconds (also of the coordinator) and death: it succeeds in all processes or in "
-     "none, in time, leaves nothing open, and the next one succeeds",
+    ("The same with a process attacked at 30 points of `init` by an exception, Ctrl-C, "
+     "a stop of some seconds (also of the coordinator) and SIGKILL: `init` succeeds in "
+     "all processes or in none, in time, leaves nothing open, and the next `init` "
+     "succeeds",
      "PYTHONPATH=tests python tests/workers/attack_init.py",
      ("attack",)),
     ("p2p over fake hosts, without GPUs: one NVLink fabric is accepted; several, none "
@@ -116,14 +120,14 @@ PROMISES = (
      "times with changing routing",
      "pytest tests/transports/test_graph_layer.py",
      ("gpu",)),
-    ("p2p: the kernels access only their own memory, in all formats, whole and in "
-     "halves, and whole ones leave no barrier early; bfloat16 calls have no races in "
-     "shared memory",
+    ("p2p: the kernels access only their own memory, in all formats, in whole calls "
+     "and in halves; those of whole calls leave no barrier early; bfloat16 calls have "
+     "no races in shared memory",
      "tools/sanitize.sh",
      ("sanitize",)),
-    ("p2p, shmem: no accesses of threads, bulk copies and puts to other nodes race, "
-     "in shared memory, between blocks or between ranks (random calls and failing "
-     "waits, run thread by thread without a GPU under ThreadSanitizer)",
+    ("p2p, shmem: accesses of threads, bulk copies and puts to other nodes never race, "
+     "whether in shared memory, between blocks or between ranks (random calls and "
+     "failing waits, run thread by thread without a GPU under ThreadSanitizer)",
      "ctest -R race",
      ("ci",)),
     ("The protocol of flags and credits is right, under ThreadSanitizer and in a "
@@ -132,14 +136,15 @@ PROMISES = (
      ("ci",)),
     ("p2p: the kernels, run thread by thread in random order without a GPU, give the "
      "CPU's bytes, stay in their memory and end every wait; kernels with an injected "
-     "error do not",
+     "error are caught",
      "ctest -R calls; ctest -R kernels; ctest -R mutant",
      ("ci",)),
-    ("Runs on the oldest and the newest JAX and Python 3.11 to 3.13, with one wheel "
-     "for 3.12 and up; says what to do when JAX changes",
+    ("jax_ep runs on the oldest and the newest JAX and on Python 3.11 to 3.13, with "
+     "one wheel for 3.12 and up, and says what to do when JAX changes",
      ".ci/run newest python313 readme; pytest tests/tools/test_compatibility.py",
      ("ci",)),
-    ("Uses no network and no processes at run time; everything in a wheel is named",
+    ("jax_ep uses no network and starts no processes at run time; everything in a "
+     "wheel is named",
      "pytest tests/tools/test_wheel_contents.py",
      ("ci",)),
 )  # fmt: skip

@@ -37,7 +37,7 @@ def _source(data):
 def _of_ci(records, command):
     # What only runs in CI leaves no record.
     recorded = _of_suite(records, command, "cpu") if _files(command) else None
-    return recorded or "no record; each `.ci/run` runs it"
+    return recorded or "no record; every `.ci/run` runs it"
 
 
 def _of_gpus(records, command):
@@ -85,7 +85,8 @@ def _of_processes(records, command):
         text = f"{name} on {count} x {data['devices']['kind']}, {_source(data)}: "
         text += f"{data['passed']} passed, {len(data['failed'])} failed"
         if missing := suite_table.cut_off(data):
-            text += f", {len(missing)} files not run to their end"
+            files = "file" if len(missing) == 1 else "files"
+            text += f", {len(missing)} {files} did not finish"
         found.append(text)
     return "; ".join(found) or f"GPUs: {NOT_YET}"
 
@@ -162,9 +163,9 @@ def _of_attacks(records, command):
     for data in reversed(records("attack-init")):
         good = sum(data["survived"].values())
         return (
-            f"{_source(data)}: {data['points']} points of {data['processes']} "
-            f"processes, {data['attacks']} attacks, {good} survived; each `.ci/run` "
-            "runs some"
+            f"{_source(data)}: {data['attacks']} attacks at {data['points']} points of "
+            f"`init` in {data['processes']} processes, {good} survived; every "
+            "`.ci/run` runs some of them"
         )
     return NOT_YET
 
@@ -232,7 +233,7 @@ BAD_INPUTS = (
 def figures(records, table):
     """Makes the table of how much was tried, from the same records."""
     return table(
-        ("tried", "what came of it"),
+        ("tried", "result"),
         [
             ("faults injected, p2p and shmem", _of_gpus(records, FAULTS)),
             ("faults injected, init without GPUs", _of_ci(records, FAULTS_ON_CPUS)),
@@ -241,7 +242,7 @@ def figures(records, table):
             ("calls soaked, CPUs", _of_soak("cpu")(records, "")),
             ("calls soaked, GPUs", _of_soak("gpu")(records, "")),
             ("fuzzing", _of_fuzz(records, "")),
-            ("ends of a process during init", _of_attacks(records, "")),
+            ("attacks on a process during init", _of_attacks(records, "")),
         ],
     )
 
@@ -253,7 +254,7 @@ def soak_part(data, _table=None):
         f"(jax {data['jax']}, {data['date']}, commit {data['commit'][:12]}, seed "
         f"{data['seed']}; `benchmarks/soak/soak.py`): {data['calls']} calls in "
         f"{data['seconds']:.0f} s, with random routing, sizes and skew between ranks; "
-        f"{data['rows']} rows placed, {data['dropped']} dropped for want of room; "
+        f"{data['rows']} rows placed, {data['dropped']} dropped for lack of room; "
         f"{data['checks']} checks of results, {sum(data['failures'].values())} failed."
     )
     if data["error"]:
@@ -261,9 +262,9 @@ def soak_part(data, _table=None):
     if data["free_memory_start"] is None:
         return text
     lost = (data["free_memory_start"] - data["free_memory_end"]) / 2**20
-    where = "free memory of the fullest GPU: {:.1f} MiB less"
+    where = "the fullest GPU had {:.1f} MiB less free memory"
     if data["device"] == "cpu":
-        where = "memory of the process: {:.1f} MiB more"
+        where = "the process had {:.1f} MiB more memory"
     text += f" At the end {where.format(lost)}"
     if data.get("heap_start") is None:
         return f"{text}."
@@ -272,6 +273,6 @@ def soak_part(data, _table=None):
     launches = data["launches"] - data["settled"][0]
     compilations = data["compilations"] - data["settled"][1]
     return (
-        f"{text}, of the host's heap allocated and not freed: {heap:.2f} MiB more, "
-        f"after {launches} launches and {compilations} other compilations."
+        f"{text}, and {heap:.2f} MiB more of the host's heap were allocated and not "
+        f"freed, after {launches} launches and {compilations} other compilations."
     )

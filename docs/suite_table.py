@@ -12,14 +12,14 @@ def name(data):
     parts = [f"`{data.get('transport', 'collective')}`"]
     if data.get("processes"):
         shared = data["devices"]["count"] < data["processes"]
-        parts.append(f"{data['processes']} processes" + " that share it" * shared)
+        parts.append(f"{data['processes']} processes" + " sharing the GPU" * shared)
     elif "--one-gpu" in data.get("arguments", []):
-        parts.append("files whose tests start processes, which share it")
+        parts.append("files whose tests start processes that share the GPU")
     if data.get("ranks_per_node"):
         per_node = data["ranks_per_node"]
         parts.append(f"{per_node} rank{'s' * (per_node > 1)} per node")
     if files := asked_files(data.get("arguments", [])):
-        parts.append(f"of {' and '.join(files)} alone")
+        parts.append(f"only {' and '.join(files)}")
     return ", ".join(parts)
 
 
@@ -64,6 +64,6 @@ def on_gpus(records, table):
     counts = ("passed", "failed", "skipped", "cut off")
     return (
         "Recorded by `tools/record_suite.py`; `cut off` counts files that had not "
-        "finished when the time was over.\n\n"
+        "finished when the time ran out.\n\n"
         + table(("on", "transport", *counts, "jax", "date", "commit"), rows)
     )

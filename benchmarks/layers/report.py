@@ -329,7 +329,7 @@ def _print_columns(lines):
 def print_table(record):
     print(
         f"\n{record['count']} x {record['device']}, {record['tokens']} tokens per rank,"
-        f" top-{record['top_k']}, bfloat16; ms per step (share that is not experts)"
+        f" top-{record['top_k']}, bfloat16; ms (share of the time that is not experts)"
     )
     _print_columns(table(record))
     print("\nexperts alone")
@@ -343,10 +343,10 @@ def print_table(record):
             change,
         )
     if found := list(memory(record)):
-        print("\nMiB on a GPU besides operands and results, by XLA's report")
+        print("\nMiB per GPU besides operands and results, as XLA reports them")
         _print_columns([MEMORY_COLUMNS, *found])
     if found := list(steps(record)):
-        print("\ncodes of the experts' weights, and steps with them")
+        print("\nmaking the codes of the experts' weights, and steps that use them")
         _print_columns([STEP_COLUMNS, *found])
     for row in record["results"]:
         if "error" in row or row.get("wrong"):

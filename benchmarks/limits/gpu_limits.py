@@ -48,7 +48,7 @@ def print_bandwidths(title, rows):
 
 
 def print_best_shapes(title, rows):
-    print(f"\n{title}: best shapes and the least")
+    print(f"\n{title}: the best shapes and the worst")
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         ranked = sorted(
             (row for row in rows if row["pattern"] == pattern),
@@ -79,8 +79,8 @@ def print_signals(report):
         )
     for row in report["cells"]:
         print(
-            f"  cells, {row['rows_a_peer']} rows a peer, {row['blocks_a_row']} blocks "
-            f"a row: {row['us']:.2f}"
+            f"  cells, {row['rows_a_peer']} rows per peer, {row['blocks_a_row']} "
+            f"blocks per row: {row['us']:.2f}"
         )
 
 
@@ -88,7 +88,8 @@ def print_litmus(name, row):
     print(
         f"  {name:<41}{row['messages']:>12.0f} messages {row['rows']:>12.0f} rows: "
         f"{row['bad_reads']:.0f} bad reads, {row['wrong_units']:.0f} wrong units; "
-        f"{row['round_us']:.1f} us a round, {row['round_under_load_us']:.1f} under load"
+        f"{row['round_us']:.1f} us per round, {row['round_under_load_us']:.1f} under "
+        "load"
     )
 
 
@@ -106,7 +107,9 @@ def print_table(report):
         print_bandwidths("written to peers by each GPU", report["peer_write"])
         print_best_shapes("written to peers", report["peer_write_shapes"])
         both = report["send_and_place"]
-        print(f"\nsend {both['rows_sent']} rows beside placing {both['rows_placed']}")
+        print(
+            f"\nsending {both['rows_sent']} rows beside placing {both['rows_placed']}"
+        )
         for row in both["splits"]:
             print(
                 f"{row['senders']:>8} + {row['placers']:>2} blocks {row['us']:8.1f} us"

@@ -196,7 +196,7 @@ def run(args, given):
     for own, text in enumerate(texts):
         results = [line for line in text.splitlines() if line.startswith("result: ")]
         if not results:
-            print(f"process {own} came to no result:\n{text[-3000:]}")
+            print(f"process {own} returned no result:\n{text[-3000:]}")
             continue
         found.append(json.loads(results[-1].removeprefix("result: ")))
     if len(found) < args.processes:

@@ -1,4 +1,4 @@
-"""What benchmarks/layers/layer.py says of its rows, and what it chooses to measure."""
+"""What benchmarks/layers/layer.py reports of its rows, and what it measures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def row(name, ms, each="both", **changes):
 
 
 def fp8_rows(transport="p2p"):
-    """Of a layer with experts in fp8, and what is measured with it."""
+    """Rows of a layer with fp8 experts, and of what is measured with it."""
     layer_name = layer_report.fp8_experts(transport)
     coded = functools.partial(row, layer_name, format="fp8_block128", matmul="fp8")
     none = {"exchange_share": None, "experts_ms": None}
@@ -93,7 +93,7 @@ def test_fp8_experts_have_columns_where_they_were_timed():
     before = layer_report.table(found)
     assert not set(before[0]) & set(layer_report.FP8_COLUMNS)
     found["results"] += fp8_rows()
-    # Those of another transport are not of this table.
+    # Rows of another transport are not in this table.
     found["results"].append(
         row(layer_report.fp8_experts("collective"), 1.0, format="fp8_block128")
     )
@@ -102,7 +102,7 @@ def test_fp8_experts_have_columns_where_they_were_timed():
     shown = dict(zip(header, cells, strict=True))
     assert shown["p2p, fp8 experts"] == "2.50 (60%)"
     assert shown["fp8 over bf16"] == "1.60"
-    # The rest of the table is what it was.
+    # The rest of the table has not changed.
     assert [shown[name] for name in before[0]] == list(before[1])
     assert ("mid", "both", "fp8", "1.00") in list(layer_report.matmuls(found))
 
@@ -123,7 +123,7 @@ def test_codes_and_steps_are_shown(capsys):
     codes, *steps = (layer_report.line(row) for row in found["results"][-5:])
     assert "4000 GB/s" in codes
     assert re.findall(r"step of \d", "".join(steps)) == ["step of 8", "step of 1"] * 2
-    # Without a step: the codes alone.
+    # Without a step, only the codes are shown.
     found["results"] = [r for r in found["results"] if r.get("pass") != "step"]
     assert list(layer_report.steps(found)) == [("mid", "0.50", "4000", *[""] * 4)]
 
@@ -161,7 +161,7 @@ def test_table_of_the_docs():
     assert text.startswith(layer_tables.layers(found, generate.table))
     row = next(line for line in text.splitlines() if "forward + backward |" in line)
     assert row.split(" | ")[0] == "| 2048 x 1024, 64 experts"
-    # Without the column of what no row has.
+    # A column that is empty in all rows is left out.
     assert row.endswith("| 8.00 (75%), update an expert | 1.50 | 10.00 | 2.00 |")
     assert "over ragged, flags" not in text
     assert "(here padded)" in text
@@ -171,7 +171,7 @@ def test_table_of_the_docs():
     found["results"] += fp8_rows()
     text = layer_tables.all_layers(found, generate.table)
     assert "| p2p, fp8 experts |" in text
-    assert "`fp8 experts` is p2p's with tokens in `fp8_block128`" in text
+    assert "`fp8 experts` is p2p's layer with tokens in `fp8_block128`" in text
     assert "| mid | 0.50 | 4000 | 8 | 32.80 | 20.50 | 1.60 |" in text
     assert "(here padded)" in text
     assert layer.chosen_matmuls(found["results"], {"mid": []}) == {"mid": ["padded"]}
@@ -239,7 +239,7 @@ def test_the_default_experts_are_measured_where_they_are_offered(
     ],
 )
 def test_fp8_experts_go_with_tokens_as_fp8(words, ours, fp8):
-    """And the first worker times them."""
+    """fp8 experts are timed with fp8 tokens, by the first worker."""
     args = layer.parse([*words.split(), "--devices", "2"])
     first, *others = (spec for *_, spec in layer.workers(args, {}))
     assert first["fp8"] == fp8
@@ -260,7 +260,7 @@ def test_fp8_experts_are_measured_where_sizes_allow(hidden, inner, wanted):
     made = layer_worker.Worker(spec, case, "mid", None).layers(None, "padded")
     layers = [layer_report.fp8_experts(name) for name in wanted]
     if layers:
-        # Of the main transport alone.
+        # Only with the main transport.
         layers.insert(1, layer_report.default_capacity(layers[0]))
     assert [facts for facts, _ in made] == [
         {"layer": name, "format": "fp8_block128", "flags": "", "matmul": "fp8"}
@@ -316,7 +316,7 @@ def test_cases_without_time_are_said_and_can_be_joined_later():
     joined = layer.merged(found, again)
     assert layer_report.untimed(joined) == []
     assert [run["commit"] for run in joined["runs"]] == ["abc", "def"]
-    # Of the case that the second run did not come to, the first one's rows.
+    # Cases that the second run did not reach keep the rows of the first.
     times = {each["case"]: each["p2p"]["ms"] for each in layer_report.summary(joined)}
     assert times == {"mid": 4.0, "large-256": 9.0}
     for name in ("device", "tokens"):

@@ -1,4 +1,4 @@
-"""docs/generate.py: which records it shows, and what it says of them."""
+"""docs/generate.py: which records it shows, and what it says about them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def soak(**changes):
 def test_newest_suite_of_every_transport_and_count(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
     for name, record in {
-        # Names of the first records had no transport, and sort after the later ones.
+        # The first records have no transport in their names, and sort after later ones.
         "suite-zx4-2001-01-01": suite("2001-01-01", 4, 1),
         "suite-collective-ax4-2001-01-02": suite("2001-01-02", 4, 2),
         "suite-p2p-ax4-2001-01-03": suite("2001-01-03", 4, 3, transport="p2p"),
@@ -71,7 +71,7 @@ def test_suite_of_some_files_says_so(tmp_path, monkeypatch):
         json.dumps(record | {"arguments": arguments})
     )
     (row,) = (line for line in generate.suites().splitlines() if "made up" in line)
-    assert "2 processes that share it, of dispatch and mesh alone" in row
+    assert "2 processes sharing the GPU, only dispatch and mesh" in row
 
 
 def grouped(name="hopper", **changes):
@@ -99,7 +99,7 @@ def grouped(name="hopper", **changes):
 
 
 def test_grouped_matmuls():
-    """Times of both matrices add up; 30 million operations in 5 us are 6 a ps."""
+    """Times of both matrices are added; 30 million operations in 5 us are 6 per ps."""
     text = layer_tables.grouped(grouped(), generate.table)
     assert "| one | rows | 1 | 5 | 6 | 8 |  | 1.50 |  |" in text.splitlines()
     assert "| one | forward | 1 | 7 | 4 |  |  |" in text.splitlines()
@@ -122,23 +122,26 @@ OF_MATMULS = {
 
 
 def test_tables_of_kernels():
-    """Times add up; a result of which a product is missing is left out."""
+    """Times are added; results with a missing product are left out."""
     rows = [
         {"case": "one", "product": product, "us": us, "cublas_us": 4.0, "tflops": 2.0}
         for product, us in (("gate_up", 3.0), ("down", 2.0), ("fp8 down", 1.0))
     ]
     data = OF_MATMULS | {"results": [row | {"wrong": False} for row in rows]}
-    text = matmul_tables.kernels(data | {"checks": [0, 0]}, generate.table)
+    data |= {"checks": [{"wrong": False}, {"wrong": False}]}
+    text = matmul_tables.kernels(data, generate.table)
     assert "| one | forward | 5 | 2 | 8 | 0.62 |" in text.splitlines()
     assert "| one | fp8" not in text
     assert "2 checks of other sizes" in text
-    data["results"][0]["wrong"] = True
-    with pytest.raises(SystemExit, match="unfit"):
-        matmul_tables.kernels(data, generate.table)
+    for part in "results", "checks":
+        data[part][0]["wrong"] = True
+        with pytest.raises(SystemExit, match="unfit"):
+            matmul_tables.kernels(data, generate.table)
+        data[part][0]["wrong"] = False
 
 
 def test_tables_of_cutlass():
-    """The fastest kernel of both matrices together."""
+    """Shows the kernel that is fastest for both matrices together."""
     rows = [
         {"case": "one", "op": "forward", "way": way, "us": us, "wrong": False}
         for way, times in {
@@ -191,7 +194,7 @@ def test_curves_of_training_must_be_the_same():
     }
     lines = layer_tables.train(data, generate.table).splitlines()
     assert "flax 1.0e-05 in 40 steps and 1.0e-05 in all 60" in lines[0]
-    assert "off by more than 2.0e-06 of it" in lines[0]
+    assert "off by more than 2.0e-06 of its value" in lines[0]
     assert lines[4] == "| 1 | 5.0000 | 5.0000 |"
     assert lines[-1] == "| 60 | 2.0500 | 2.0500 |"
     assert len(lines) == 4 + 13

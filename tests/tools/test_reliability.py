@@ -1,4 +1,4 @@
-"""docs/reliability.md: its rows name what exists, and show what is recorded."""
+"""docs/reliability.md: its rows name existing tests, and show what is recorded."""
 
 from __future__ import annotations
 
@@ -106,17 +106,17 @@ def test_a_suite_counts_for_the_tests_that_ran_in_it() -> None:
     found = reliability_table.promises(records(suites=[suite]), generate.table)
     ran = row_of(found, "test_determinism.py")
     assert "4 x made up, 2001-02-03, 0123456789ab: 4 passed, 1 failed" in ran
-    # What failed altogether has run.
+    # Tests that failed have run.
     assert ": 0 passed, 1 failed" in row_of(found, "test_p2p_order.py")
-    # A part of a file, where the rest came after the time limit.
+    # Only a part of the file ran within the time limit.
     assert "not yet run" in row_of(found, "test_leaks.py")
-    # Other tests of the same file.
+    # Only other tests of the file have run.
     assert "not yet run" in row_of(found, "test_p2p_faults.py -k memory")
     assert ": 2 passed, 0 failed" in row_of(found, "test_p2p_faults.py`")
-    # One file of two.
+    # Only one of two files has run.
     assert "not yet run" in row_of(found, "test_handle_life.py")
     assert ": 1 passed" in row_of(found, "-k persistent_cache")
-    # An older record says nothing of tests, so nothing is taken from it.
+    # An older record does not list tests, so it is not used.
     del suite["tests"]
     found = reliability_table.promises(records(suites=[suite]), generate.table)
     assert "not yet run" in row_of(found, "-k persistent_cache")
@@ -151,7 +151,7 @@ def functions_of(file) -> list[str]:
 
 
 def write_suite(monkeypatch, tmp_path, date: str, count: int, ends: str) -> None:
-    """What record_suite.py makes of pytest's reports, one of each named file."""
+    """Writes a record as record_suite.py does, from a pytest report per named file."""
     monkeypatch.setattr(recording, "date", lambda: date)
     suite = record_suite.Suite("p2p", [])
     gpu = [command for _, command, places in ROWS if "gpu" in places]
@@ -171,7 +171,7 @@ def write_suite(monkeypatch, tmp_path, date: str, count: int, ends: str) -> None
 
 
 def write_sanitized(monkeypatch) -> None:
-    """What sanitize.sh writes of two runs."""
+    """Writes the record that sanitize.sh makes of two runs."""
     script = (ROOT / "tools" / "sanitize.sh").read_text()
     code = re.search(r"<<'END'\n(.*?)\nEND\n", script, re.DOTALL)[1]
     lines = ["memcheck-one: clean; 0 errors; 3 passed", "racecheck: OUT OF TIME; no"]
@@ -182,7 +182,7 @@ def write_sanitized(monkeypatch) -> None:
 
 
 def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
-    """Files as the recorders write them, through the generator, to the table."""
+    """The generator fills the table from files as the recorders write them."""
     monkeypatch.setattr(recording, "write", partial(recording.write, folder=tmp_path))
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
     monkeypatch.setenv("JAX_EP_COMMIT", "0123456789abcdef")
@@ -208,8 +208,8 @@ def test_records_of_gpus_fill_all_rows(monkeypatch, tmp_path) -> None:
         assert (
             f"{name} on 4 x NVIDIA Made Up, 2001-02-03, 0123456789ab: 1 passed" in row
         )
-    assert row.count("1 failed, 1 files not run to their end") == 2
-    # Suites of one process are apart from them.
+    assert row.count("1 failed, 1 file did not finish") == 2
+    # They are separate from suites of one process.
     assert "4 x NVIDIA Made Up" in row_of(found, "test_p2p_faults.py -k memory")
     recording.write(
         "soak-made-upx4", SOAK | {"device": "NVIDIA Made Up", "failures": {}}
@@ -278,7 +278,9 @@ def test_soaks_in_processes_have_a_row_of_their_own() -> None:
         generate.table,
     )
     row = row_of(found, "soak.processes")
-    name = "`shmem`, 4 processes that share it, 2 ranks per node on 1 x NVIDIA Made Up"
+    name = (
+        "`shmem`, 4 processes sharing the GPU, 2 ranks per node on 1 x NVIDIA Made Up"
+    )
     assert f"{name}, " in row
     assert "`p2p`, 4 processes on 4 x NVIDIA Made Up, " in row
     assert row.count("1200 calls in 15 min, 900 checks, 0 failed") == 2
@@ -295,8 +297,8 @@ def test_a_soak_tells_a_leak_from_gaps() -> None:
         "free_memory_start": -100 * MB,
         "free_memory_end": -122 * MB,
     }
-    # An older record says nothing of the heap.
-    assert "22.0 MiB more." in reliability_table.soak_part(soak)
+    # An older record does not have the heap's size.
+    assert "the process had 22.0 MiB more memory." in reliability_table.soak_part(soak)
     heap = {
         "heap_start": 50 * MB,
         "heap_end": 50.5 * MB,
@@ -305,5 +307,5 @@ def test_a_soak_tells_a_leak_from_gaps() -> None:
         "settled": [200, 10],
     }
     text = reliability_table.soak_part(soak | heap)
-    assert "22.0 MiB more, of the host's heap allocated and not freed: 0.50" in text
+    assert "22.0 MiB more memory, and 0.50 MiB more of the host's heap were" in text
     assert "after 1100 launches and 80 other compilations." in text

@@ -1,4 +1,4 @@
-"""Records of suites on GPUs that time has cut off: the rest is run, in one record."""
+"""Records of suites on GPUs that ran out of time: the rest runs into one record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDS = {"passed": "", "skipped": f'<skipped message="{REASON}"/>', "failed": "<e
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """The folder of records, of one commit, each begun on a later day."""
+    """The folder of records: all of one commit, each begun on a later day."""
     dates = (f"2001-02-{day:02}" for day in range(1, 29))
     monkeypatch.setattr(recording, "date", lambda: next(dates))
     monkeypatch.setattr(recording, "RESULTS", tmp_path)
@@ -34,7 +34,7 @@ def results(tmp_path, monkeypatch):
 
 
 def add(suite, folder, file: str, **tests: str) -> None:
-    """Adds pytest's report of a part of a file, of 10.1 s."""
+    """Adds a pytest report of a part of a file that took 10.1 s."""
     module = file.removesuffix(".py")
     cases = "".join(
         f'<testcase classname="tests.{module}" name="{name}">{ENDS[end]}</testcase>'
@@ -46,12 +46,12 @@ def add(suite, folder, file: str, **tests: str) -> None:
 
 
 def first_run(folder, *arguments: str) -> None:
-    """A file that came to its end, two that were cut off and one not begun."""
+    """Records one complete file, two that were cut off and one that did not begin."""
     suite = suite_record.Suite("p2p", list(arguments))
     add(suite, folder, "test_whole.py", a="passed", b="skipped", c="failed")
     add(suite, folder, "test_cut.py", a="passed", b="skipped", c="failed")
     add(suite, folder, "test_cut.py", d="passed", e="skipped")
-    # A name that begins like that of another.
+    # A name that begins like another's.
     add(suite, folder, "test_cut_too.py", a="passed", b="skipped", c="failed")
     suite.not_run = ["test_cut.py 0/2", "test_late.py", "test_cut_too.py"]
     assert not suite.write(DEVICES)
@@ -67,18 +67,18 @@ FILES = ["test_whole.py", "test_cut.py", "test_cut_too.py", "test_late.py"]
 
 
 def test_runs_resumed_make_one_record(results, tmp_path) -> None:
-    """As one run would have: nothing twice, and what was seen once seen at all."""
+    """The record is as from one run: nothing is there twice, and nothing is lost."""
     first_run(tmp_path)
     (path,) = tmp_path.glob("*.json")
     before = json.loads(path.read_text())
     assert before["seconds"] == pytest.approx(40.4)
-    # Nothing of it has begun again before this run's time was over.
+    # Time ran out before any of it ran again.
     suite = resumed()
     assert suite.left(FILES) == set(FILES[1:])
     suite.not_run += before["not_run"]
     suite.write(DEVICES)
     assert json.loads(path.read_text()) == before
-    # One file comes to its end, one does not, one is not begun.
+    # One file is complete, one is not, and one does not begin.
     suite = resumed()
     assert suite.left(FILES) == set(FILES[1:])
     add(suite, tmp_path, "test_cut.py", a="passed", b="skipped", c="passed")
@@ -147,7 +147,7 @@ def test_the_newest_run_that_tells_is_resumed(results, tmp_path) -> None:
         first_run(tmp_path, *arguments)
     path = tmp_path / f"{NAME}-2001-02-04.json"
     record = json.loads(path.read_text())
-    # As of a run of all files at once.
+    # Like the record of a run of all files at once.
     del record["cut_off"]
     path.write_text(json.dumps(record))
     assert resumed().resumed["date"] == "2001-02-02"
@@ -191,7 +191,7 @@ def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> 
     assert record_suite.run_all(args, [], tmp_path) == 0
     assert ran == []
     names = {path.name for path in tmp_path.glob("*.json")}
-    # Each under the day when it was begun.
+    # Each has the day on which it was begun.
     collective = f"{NAME.replace('p2p', 'collective')}-2001-02-02.json"
     assert names == {f"{NAME}-2001-02-01.json", collective}
     found = json.loads((tmp_path / f"{NAME}-2001-02-01.json").read_text())
@@ -207,7 +207,7 @@ def test_suites_on_gpus_run_what_was_not_run(results, tmp_path, monkeypatch) -> 
 
 
 def test_processes_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
-    """Of the same files: those that another run was not asked for are not there."""
+    """The rest of a run of the same files runs; with other files all of them run."""
     monkeypatch.setattr(record_suite, "devices", lambda: DEVICES | {"platform": "cpu"})
     late, ran = {"test_split.py", "test_vjp.py"}, []
 
@@ -244,7 +244,7 @@ def test_processes_run_what_was_not_run(results, tmp_path, monkeypatch) -> None:
 
 
 def test_processes_that_share_a_gpu(results, tmp_path, monkeypatch) -> None:
-    """All have the first one, and the record says so."""
+    """All processes use the first GPU, and the record says so."""
     here = DEVICES | {"count": 2}
     monkeypatch.setattr(record_suite, "devices", lambda: dict(here))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
@@ -272,5 +272,5 @@ def test_processes_that_share_a_gpu(results, tmp_path, monkeypatch) -> None:
     record = json.loads(path.read_text())
     assert record["devices"]["count"] == 1
     assert "--one-gpu" in record["arguments"]
-    words = "`shmem`, 4 processes that share it, 2 ranks per node, of mesh alone"
+    words = "`shmem`, 4 processes sharing the GPU, 2 ranks per node, only mesh"
     assert suite_table.name(record) == words
