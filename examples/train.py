@@ -161,8 +161,9 @@ def print_curves(record):
         verdict = "the same curve" if same_curve(record, name) else "WRONG"
         print(
             f"{name}: largest difference {before:.1e} in the {record['alike'][name]} "
-            f"steps before a token chose another expert, {after:.1e} after; of the "
-            f"gradients' norms before, {record['norms'][name]:.1e} of each: {verdict}"
+            f"steps before a token chose another expert, {after:.1e} after; until then "
+            f"no norm of a gradient is off by more than {record['norms'][name]:.1e} of "
+            f"it: {verdict}"
         )
 
 
@@ -180,7 +181,7 @@ def plot(record, path):
         above.plot(steps, curve, label=name, **look)
         if not dense:
             below.plot(steps, np.subtract(curve, curves["dense"]), label=name)
-    above.set(ylabel="nats a byte")
+    above.set(ylabel="nats per byte")
     above.legend(frameon=False)
     below.set(xlabel="step", ylabel="less dense")
     figure.suptitle(f"{record['count']} x {record['device']}, mesh {record['mesh']}")

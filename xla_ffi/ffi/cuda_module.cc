@@ -135,42 +135,46 @@ NB_MODULE(_native_cuda, m) {
   m.attr("FIRST_EPOCH") = kFirstEpoch;
   m.attr("ELSEWHERE") = kElsewhere;
   m.def("launch_counts", &LaunchCounts,
-        "(captured, not captured) calls of this process so far; replays do not count.");
+        "Returns how many calls this process has made so far, (captured, not captured); replays "
+        "of graphs do not count.");
   m.def("p2p_obstacle", &P2pObstacle, nb::arg("ep_groups"),
-        "(what the groups must have, what was found) where transport p2p is not served.");
+        "Returns (what the groups must have, what was found) if transport p2p cannot serve them.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
         nb::arg("given") = nb::none(), nb::arg("far") = nb::none(), nb::arg("by_fabric") = false,
-        "As open_group, with a window for each local rank; returns the bytes of a window. Those of "
-        "ranks elsewhere must follow by import_window. `given`: where all windows are, by EP group "
-        "and rank, 0 of ranks on other nodes; then none is made, and local ones get their first "
-        "contents. `far`: how those are reached, (pes, node numbers or nothing where "
-        "dispatches are not bundled, each by EP group and rank; kernels). "
-        "`by_fabric`: windows that other processes share have fabric handles too.");
+        "Opens a group as open_group does, with a window for each local rank, and returns the "
+        "bytes of a window. Windows of ranks in other processes must be added by import_window. "
+        "`given` has the addresses of all windows, by EP group and rank, and 0 for ranks on other "
+        "nodes; then no window is allocated, and local ones only get their first contents. `far` "
+        "says how ranks on other nodes are reached: (pes, node numbers or nothing if dispatches "
+        "are not bundled, each by EP group and rank; kernels). With `by_fabric`, windows that "
+        "other processes share have fabric handles too.");
   m.def("given_windows_in_use", &GivenWindowsInUse,
-        "Given windows of local ranks that must stay: of open groups and of those that failed to "
-        "close.");
+        "Returns the given windows of local ranks that must not be freed, because their group is "
+        "open or failed to close.");
   m.def("peer_obstacle", &PeerObstacle, nb::arg("ordinals"), nb::arg("uuids"),
-        "As p2p_obstacle, between an EP group's devices here and those of other processes, as far "
-        "as this process sees them.");
+        "Like p2p_obstacle, for an EP group's devices in this process and those of other "
+        "processes, as far as this process sees them.");
   m.def(
       "device_uuid", [](int32_t ordinal) { return cuda::DeviceUuid(ordinal); }, nb::arg("ordinal"),
-      "The same in every process; empty where the driver tells none.");
+      "Returns the device's UUID, which is the same in every process; empty if the driver reports "
+      "none.");
   m.def(
       "device_fabric", [](int32_t ordinal) { return cuda::FabricOf(ordinal); }, nb::arg("ordinal"),
       nb::call_guard<nb::gil_scoped_release>(),
-      "Cluster and clique of the NVLink fabric that the device has joined; empty for none.");
+      "Returns the cluster and clique of the NVLink fabric that the device has joined; empty if "
+      "it is in none.");
   m.def(
       "shares_by_fabric", [](int32_t ordinal) { return cuda::SharesByFabric(ordinal); },
       nb::arg("ordinal"), nb::call_guard<nb::gil_scoped_release>(),
-      "Whether fabric handles of the device's memory work in this process.");
+      "Returns whether fabric handles of the device's memory work in this process.");
   m.def("export_window", &ExportWindow, nb::arg("key"), nb::arg("ordinal"),
-        "(a new file descriptor of a local window's memory, its bytes, its fabric handle or None "
-        "where it was opened without), for import_window.");
+        "Returns what import_window needs: (a new file descriptor of a local window's memory, its "
+        "bytes, its fabric handle or None if it was opened without one).");
   m.def("import_window", &ImportWindow, nb::arg("key"), nb::arg("ep_group"), nb::arg("rank"),
         nb::arg("handle"), nb::arg("bytes"),
-        "Maps the window of a rank of another process, of the group at that index; by descriptor "
-        "or by fabric handle.");
+        "Maps the window of a rank of another process, in the EP group with that index, from a "
+        "file descriptor or a fabric handle.");
   m.def("import_window", &ImportFromFabric, nb::arg("key"), nb::arg("ep_group"), nb::arg("rank"),
         nb::arg("handle"), nb::arg("bytes"));
   m.def(
@@ -179,7 +183,8 @@ NB_MODULE(_native_cuda, m) {
         const auto group = std::dynamic_pointer_cast<WindowedGroup>(GroupRegistry::Get().Find(key));
         return group ? group->Failures() : std::vector<std::pair<int32_t, std::string>>{};
       },
-      nb::arg("key"), "(rank, text) of each local device whose calls have failed, by rank.");
+      nb::arg("key"),
+      "Returns (rank, text) for each local device whose calls have failed, by rank.");
 }
 
 }  // namespace

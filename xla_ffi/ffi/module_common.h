@@ -68,7 +68,7 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
         return found;
       },
       nb::arg("key"),
-      "(rank, device ordinal, token, k, value) of the first bad id of each local device.");
+      "Returns (rank, device ordinal, token, k, value) for the first bad id of each local device.");
   m.def(
       "take_mixed_calls",
       [](int64_t key) {
@@ -83,16 +83,16 @@ inline void DefineCommon(nanobind::module_& m, std::vector<Target> targets) {
         return found;
       },
       nb::arg("key"),
-      "(rank, device ordinal, source rank, CallOp here, CallOp there, whether of one handle) of "
-      "the "
-      "first collective call of each local device that met another call.");
+      "Returns (rank, device ordinal, source rank, CallOp here, CallOp there, whether both are of "
+      "one handle) for the first collective call of each local device that met another call.");
   m.def(
       "pool_threads",
       [](int64_t key) -> int64_t {
         const auto group = GroupRegistry::Get().Find(key);
         return group ? group->pool_threads() : 0;
       },
-      nb::arg("key"), "Threads of XLA's CPU pool as ep_init saw it; 0 where there is none.");
+      nb::arg("key"),
+      "Returns how many threads XLA's CPU pool had when ep_init ran; 0 if there is no pool.");
 }
 
 }  // namespace jax_ep::ffi_layer
