@@ -1,6 +1,7 @@
 """Writes jax_ep/_native/tables.pyi from the native tables; --check only compares.
 
-For each target the stub has a NamedTuple of its results and the arguments of `call`.
+Type checkers read that file in place of tables.py, whose NamedTuples exist at run time
+alone: for each target it has one of the results, and the arguments of `call`.
 """
 
 import dataclasses
@@ -116,7 +117,7 @@ def stub() -> str:
 
 
 def main() -> None:
-    """Writes the stub, or compares it with --check."""
+    """Writes the file for type checkers, or compares it with --check."""
     if "--check" not in sys.argv:
         STUB.write_text(stub())
     elif STUB.read_text() != stub():

@@ -255,7 +255,7 @@ def four_bits(
     found = call(
         "ep_four_bit_gate_up" if gate_up else "ep_four_bit_rows",
         rows,
-        # X is needed even without scales: their placeholder has this many columns.
+        # X is needed even without scales: [0, X] then stands for them.
         {"B": columns, "X": rows.shape[1] // BLOCK},
         {"rows": rows, "row_scales": scales, "tiles": tiles, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},

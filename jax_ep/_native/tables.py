@@ -340,7 +340,7 @@ class _Call:
         return tuple(_size(size, self.dims) for size in row.shape_with(self.flags))
 
     def operand(self, row: Row) -> jax.Array:
-        """The operand's array, or its placeholder."""
+        """Returns the operand's array, or one without elements if it is omitted."""
         array = self.operands.get(row.name)
         if array is not None and (row.given is None or self.flags[row.given]):
             return array

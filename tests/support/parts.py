@@ -14,21 +14,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
         type=int,
-        help="at most so many cases of each test function, from its first to its last",
+        help="at most so many cases of each test function, drawn at random",
     )
-    parser.addoption(
-        "--draw",
-        help="with --cases, any word: the cases are drawn at random, by this seed",
-    )
-
-
-def spread(cases: Sequence, most: int) -> list:
-    """At most `most` of the cases, evenly spaced; all of them if they are fewer."""
-    if len(cases) <= most:
-        return list(cases)
-    if most == 1:
-        return [cases[0]]
-    return [cases[i * (len(cases) - 1) // (most - 1)] for i in range(most)]
+    parser.addoption("--draw", default="", help="the seed of --cases: any word")
 
 
 def drawn(function: str, cases: Sequence, most: int, seed: str) -> list:
@@ -50,9 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
         chosen = {
             case
             for name, cases in functions.items()
-            for case in (
-                spread(cases, most) if seed is None else drawn(name, cases, most, seed)
-            )
+            for case in drawn(name, cases, most, seed)
         }
         kept = [item for item in kept if item in chosen]
     if part := config.getoption("--part"):

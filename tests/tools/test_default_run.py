@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from support import HAS_GPUS, ROOT, parts
+from support import HAS_GPUS, ROOT
 from support.launch import run_to_end
 
 FILE = "tests/tools/test_benchmark_layer.py"  # all of it is thorough
-CASES = "tests/tools/test_record_concurrent.py"  # a test of four cases, two of one
 
 
 BARE = ["-o", f"testpaths={FILE}"]
@@ -44,21 +44,45 @@ def test_a_bare_run_leaves_out_the_thorough(words, left_out, processes) -> None:
     assert ("bringing up nodes" in done.stdout) == processes
 
 
-@pytest.mark.parametrize(
-    ("most", "kept"), [(1, "a"), (2, "ag"), (3, "adg"), (7, "abcdefg"), (9, "abcdefg")]
-)
-def test_spreads_cases(most: int, kept: str) -> None:
-    assert parts.spread("abcdefg", most) == list(kept)
+CASES = """
+import pytest
+
+cases = [i if i < 4 else pytest.param(i, marks=pytest.mark.thorough) for i in range(20)]
+@pytest.mark.parametrize("case", cases)
+def test_one(case):
+    pass
+
+test_other = test_one
+"""
 
 
-def test_cases_of_each_test() -> None:
-    done = pytest_run(CASES, "--collect-only", "--cases", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [line for line in done.stdout.splitlines() if "::" in line]
-    assert [line.rpartition("::")[2] for line in found] == [
-        "test_records_both[right]",
-        "test_records_both[no end]",
-        "test_chained_calls_must_be_right",
-        "test_without_gpus",
+def test_cases_are_of_what_is_selected(tmp_path) -> None:
+    """-m leaves cases out before they are counted; a seed draws the same every time."""
+    (tmp_path / "test_it.py").write_text(CASES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = thorough")
+    command = [sys.executable, "-m", "pytest", "-p", "support.parts", "--collect-only"]
+    paths = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
+
+    def run(*words: str) -> list[tuple[str, int]]:
+        done = run_to_end([*command, "-q", *words], cwd=tmp_path, env=paths)
+        assert done.returncode == 0, done.stdout
+        return [
+            (name, int(number))
+            for name, number in re.findall(r"::(\w+)\[(\d+)\]", done.stdout)
+        ]
+
+    few = run("--cases", "2", "-m", "not thorough")
+    assert [name for name, _ in few] == ["test_one"] * 2 + ["test_other"] * 2
+    assert max(i for _, i in few) < 4
+    drawn = [
+        run("--cases", "8", "--draw", seed, "-m", "thorough") for seed in ("a", "b")
     ]
-    assert "4/6 tests collected (2 deselected)" in done.stdout
+    assert drawn[0] != drawn[1]
+    assert run("--cases", "8", "--draw", "a", "-m", "thorough") == drawn[0]
+    for cases in drawn:
+        one, other = (
+            {i for name, i in cases if name == of} for of in ("test_one", "test_other")
+        )
+        assert len(one) == len(other) == 8
+        assert one != other
+        assert min(one | other) >= 4

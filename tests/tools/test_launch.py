@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import re
 import socket
 import subprocess
 import sys
@@ -121,46 +120,3 @@ def test_parts_have_every_test_once() -> None:
     assert not dropped
     assert sorted(part("0/3") + part("1/3") + part("2/3")) == list(range(7))
     assert len(dropped) == 2 * 7
-
-
-CASES = """
-import pytest
-
-cases = [i if i < 4 else pytest.param(i, marks=pytest.mark.thorough) for i in range(20)]
-@pytest.mark.parametrize("case", cases)
-def test_one(case):
-    pass
-
-test_other = test_one
-"""
-
-
-def test_cases_are_of_what_is_selected(tmp_path) -> None:
-    """-m leaves cases out before they are counted; a seed draws the same every time."""
-    (tmp_path / "test_it.py").write_text(CASES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = thorough")
-    command = [sys.executable, "-m", "pytest", "-p", "support.parts", "--collect-only"]
-    paths = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
-
-    def run(*words: str) -> list[tuple[str, int]]:
-        done = run_to_end([*command, "-q", *words], cwd=tmp_path, env=paths)
-        assert done.returncode == 0, done.stdout
-        return [
-            (name, int(number))
-            for name, number in re.findall(r"::(\w+)\[(\d+)\]", done.stdout)
-        ]
-
-    few = run("--cases", "2", "-m", "not thorough")
-    assert few == [(name, i) for name in ("test_one", "test_other") for i in (0, 3)]
-    drawn = [
-        run("--cases", "8", "--draw", seed, "-m", "thorough") for seed in ("a", "b")
-    ]
-    assert drawn[0] != drawn[1]
-    assert run("--cases", "8", "--draw", "a", "-m", "thorough") == drawn[0]
-    for cases in drawn:
-        one, other = (
-            {i for name, i in cases if name == of} for of in ("test_one", "test_other")
-        )
-        assert len(one) == len(other) == 8
-        assert one != other
-        assert min(one | other) >= 4

@@ -121,7 +121,7 @@ __device__ void Scores(const RouterStep& step, const float* logits, float (&scor
   for (int i = 0; i < kCount; ++i) scores[i] = Divide(scores[i], sum);
 }
 
-// kLimited: whether groups limit the choice, which takes up to half as many registers again.
+// kLimited: whether groups limit the choice, which takes about half as many registers again.
 template <int kCount, bool kLimited>
 __global__ void __launch_bounds__(kBlockThreads)
     RouterKernel(const __grid_constant__ RouterStep step) {

@@ -235,8 +235,8 @@ struct BufferRow {
   bool result;
   Shape shape;
   Form form = Form::kExact;
-  // For a buffer that may be omitted: whether it is given, and the shape, without elements, of its
-  // placeholder.
+  // For a buffer that may be omitted: whether it is given, and the shape, without elements, of the
+  // buffer that is passed in its place. XLA requires as many buffers in every call.
   Flag given{};
   Shape omitted{};
   // If no attribute but the buffer itself sets `given`: the dimension that is 0 in an omitted one.
@@ -258,7 +258,7 @@ struct Row {
   BufferRow row;
   Member member;
 
-  // If the flag is unset, a placeholder whose dimension `dim` is 0 stands for the buffer.
+  // If the flag is unset, a buffer whose dimension `dim` is 0 is passed instead.
   constexpr Row When(Flag flag, size_t dim = 0) const {
     Shape omitted = row.shape;
     omitted.terms[dim] = 0;
@@ -267,7 +267,7 @@ struct Row {
   constexpr Row When(Flag flag, Shape omitted) const {
     return With([&](BufferRow& made) { made.given = flag, made.omitted = omitted; });
   }
-  // The same if no attribute sets the flag: the buffer itself shows whether it is a placeholder.
+  // The same if no attribute sets the flag: dimension `dim` itself shows whether it was omitted.
   constexpr Row Shows(Flag flag, size_t dim = 0) const {
     return When(flag, dim).With([&](BufferRow& made) { made.shown_by = static_cast<int8_t>(dim); });
   }

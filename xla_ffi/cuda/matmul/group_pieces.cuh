@@ -1,4 +1,4 @@
-// Finds which rows a group has, and which group a piece of work belongs to.
+// Finds the rows of each group, and the group of each piece of work.
 #pragma once
 
 #include <cstdint>
