@@ -1,8 +1,8 @@
 """Weights of "mxfp4" in the order in which the kernels for few rows read them.
 
 xla_ffi/protocol/matmul_steps.h describes the order: tiles of 128 columns (or 64 of gate
-and 64 of up) by 32 elements of the contracted dimension. Each tile has its codes and
-then its scales.
+and 64 of up, 16 of each by turns) by 32 elements of the contracted dimension. Each tile
+has its codes and then its scales.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ COLUMNS = 128  # of a tile, gate and up together
 STEPS = 32  # elements of the contracted dimension in a tile
 ATOM = COLUMNS * STEPS // 2 + COLUMNS  # bytes of codes and scales
 ALIGNED = 128  # what the contracted dimension must be a multiple of
-# For each of the four codes in half a word: where its three low bits begin, and the bit
-# of its sign.
-_PLACES = ((6, 15), (3, 11), (0, 9), (12, 10))
+_RUN = 16  # columns of gate, and then of up
+# For each of the four codes in half a word: where its bits go, the lowest first.
+_PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (14, 10, 11, 13))
 
 
 def shape(matrix: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -47,10 +47,10 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
     def by_tile(values: jax.Array) -> jax.Array:
         """Splits `[L, steps, ..., columns]` to `[L, tiles, steps, ..., COLUMNS]`."""
-        per_side = COLUMNS // count
         inner = values.shape[2 : values.ndim - 1 - len(sides)]
-        values = values.reshape(groups, steps, *inner, count, across, per_side)
-        values = jnp.moveaxis(values, -2, 1)
+        runs = COLUMNS // (_RUN * count)
+        values = values.reshape(groups, steps, *inner, count, across, runs, _RUN)
+        values = jnp.moveaxis(values, (-3, -4), (1, -2))
         return values.reshape(groups, across, steps, *inner, COLUMNS)
 
     # Contracted element 8 q + 2 i + j of 32 is code i of half j of word q.
@@ -60,12 +60,17 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
     def half(codes: jax.Array) -> jax.Array:
         """Places four codes so that few instructions decode them."""
         placed = [
-            (codes[..., i, :] & 7) << rest | (codes[..., i, :] >> 3) << sign
-            for i, (rest, sign) in enumerate(_PLACES)
+            (codes[..., i, :] >> bit & 1) << to
+            for i, places in enumerate(_PLACES)
+            for bit, to in enumerate(places)
         ]
         return functools.reduce(jnp.bitwise_or, placed)
 
-    halves = jnp.stack([half(pairs & 0xF), half(pairs >> 4)], 4)
+    even, odd = pairs & 0xF, pairs >> 4
+    # Elements 6 and 7 are each in the other half.
+    is_last = (jnp.arange(4) == 3)[:, None]
+    lower, upper = jnp.where(is_last, odd, even), jnp.where(is_last, even, odd)
+    halves = jnp.stack([half(lower), half(upper)], 4)
     # [L, tiles, steps, q, j, byte of the half, columns]
     packed = jnp.stack([halves & 0xFF, halves >> 8], 5).astype(jnp.uint8)
     # Column 16 (2 pair + odd) + 8 half + r.
@@ -85,8 +90,8 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
 def side_by_side(products: jax.Array) -> jax.Array:
     """Reorders columns of products, `[N, 2 * B]`, from tiles to all gate, then all up.
 
-    Each tile has 64 columns of gate, then the same columns of up.
+    Tiles have 16 columns of gate and the same columns of up by turns.
     """
     count, columns = products.shape
-    split = products.reshape(count, columns // COLUMNS, 2, COLUMNS // 2)
+    split = products.reshape(count, -1, 2, _RUN)
     return jnp.moveaxis(split, 2, 1).reshape(count, columns)

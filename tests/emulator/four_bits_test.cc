@@ -93,15 +93,18 @@ Weights MadeWeights(Random& random, const Draws& draws) {
       if (draws.extremes && random.OneIn(8)) scale = static_cast<uint32_t>(random.In(100, 140));
       if (draws.extremes && random.OneIn(4000)) scale = 255;
       atom[2048 + 16 * r + 2 * m + h] = static_cast<uint8_t>(scale);
-      const int64_t per_side = kFourBitColumns / sides;
-      const int64_t side = c / per_side, column = tile * per_side + c % per_side;
+      const int64_t run = c / kFourBitRun, side = run % sides;
+      const int64_t column =
+          tile * (kFourBitColumns / sides) + run / sides * kFourBitRun + c % kFourBitRun;
       for (int64_t i = 0; i < kFourBitSteps; ++i) {
         const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
-        constexpr int kRest[] = {6, 3, 0, 12}, kSign[] = {15, 11, 9, 10};
+        constexpr int kPlaces[][4] = {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {14, 10, 11, 13}};
         const int64_t q = i / 8, place = i % 8 / 2;
         uint8_t* word = atom + 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h;
-        const uint32_t bits = ((code & 7) << kRest[place] | code >> 3 << kSign[place])
-                              << i % 2 * 16;
+        uint32_t bits = 0;
+        for (int bit = 0; bit < 4; ++bit) bits |= (code >> bit & 1) << kPlaces[place][bit];
+        const bool is_upper = (i % 2 == 1) != (place == 3);
+        if (is_upper) bits <<= 16;
         for (int byte = 0; byte < 4; ++byte) {
           word[byte] = static_cast<uint8_t>(word[byte] | bits >> 8 * byte);
         }

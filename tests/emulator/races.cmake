@@ -62,9 +62,6 @@ mutant(race_matmul_take matmul/drain.cuh "if (IsElected()) BulkWaitRead<kDrains 
        matmul/rows.cu "${RACE}|emulator: " "matmul rows 1 12")
 mutant(race_matmul_end matmul/kernel.cuh "  __syncwarp();\n  ClusterSync();\n}" "}"
        matmul/outer.cu "${RACE}|emulator: .*which has ended" "matmul outer 1 12")
-mutant(race_four_bits_hand matmul/four_bits.cuh
-       "    // What was handed has been read.\n    NamedBarrier(1, kFourBitMathThreads);\n" ""
-       matmul/four_bits.cu "${RACE}" "four_bits 1 12")
 
 # ---- Between nodes ----
 

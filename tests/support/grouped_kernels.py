@@ -208,9 +208,11 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     halves = codes[..., 0] | codes[..., 1].astype(jnp.uint16) << 8
     nibbles = [
         halves >> rest & 7 | (halves >> sign & 1) << 3
-        for rest, sign in ((6, 15), (3, 11), (0, 9), (12, 10))
+        for rest, sign in ((6, 15), (3, 12), (0, 9))
     ]
-    nibbles = jnp.stack(nibbles, -1)
+    # Elements 6 and 7 are each in the other half of their word.
+    last = halves >> 14 & 1 | (halves >> 10 & 3) << 1 | (halves >> 13 & 1) << 3
+    nibbles = jnp.stack([*nibbles, last[..., ::-1]], -1)
     # Dimensions pair, r, q, odd, half, j, i become q, i, j, pair, odd, half, r.
     order = (5, 9, 8, 3, 6, 7, 4)
     nibbles = jnp.transpose(nibbles, (0, 1, 2, *order))
@@ -222,8 +224,8 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     magnitude = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)[nibbles & 7]
     values = jnp.where(nibbles & 8, -magnitude, magnitude)
     values = values * 2.0 ** (bytes_.astype(jnp.float32) - 127)
-    values = values.reshape(groups, across, steps * 32, sides, 128 // sides)
-    values = values.transpose(0, 2, 3, 1, 4)
+    values = values.reshape(groups, across, steps * 32, -1, sides, 16)
+    values = values.transpose(0, 2, 4, 1, 3, 5)
     return values.reshape(groups, steps * 32, -1)
 
 

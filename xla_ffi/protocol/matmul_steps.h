@@ -75,14 +75,15 @@ struct QuantizeMatricesStep {
 // The layout of four-bit matrices for kernels. Their codes are those of "mxfp4": e2m1 with a power
 // of two per 32 of the contracted dimension K. They lie as [L, tiles, K / 32, kFourBitAtomBytes]. A
 // tile has kFourBitColumns columns of a matrix or, in a product with SwiGLU, half as many of gate
-// followed by as many of up. An atom holds the tile for 32 of K. Column 16 * m + 8 * h + r has its
-// codes for K = 8 * q to 8 * q + 7 in the word of four bytes that begins at byte
-// 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h. Even K are in the lower half of the word
-// and odd K in the upper half, four codes in each. They are placed so that decoding takes the
-// fewest instructions: K = 0, 2, 4, 6 (or 1, 3, 5, 7) have their signs in bits 15, 11, 9, 10 of the
-// half, and their other bits from bit 6, 3, 0, 12 on. The column's scale is the byte at
-// 2048 + 16 * r + 2 * m + h.
+// and of up, kFourBitRun of each by turns. An atom holds the tile for 32 of K. Column
+// 16 * m + 8 * h + r has its codes for K = 8 * q to 8 * q + 7 in the word of four bytes that begins
+// at byte 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h. Codes are placed so that decoding
+// takes the fewest instructions. The lower half of the word has K = 0, 2, 4 and 7, and the upper
+// half K = 1, 3, 5 and 6. In each half the first three have their signs in bits 15, 12, 9, and
+// their other bits from bit 6, 3, 0 on; the last one has its sign in bit 13 and its other bits, the
+// lowest first, in bits 14, 10, 11. The column's scale is the byte at 2048 + 16 * r + 2 * m + h.
 inline constexpr int64_t kFourBitColumns = 128;
+inline constexpr int64_t kFourBitRun = 16;
 inline constexpr int64_t kFourBitSteps = 32;
 inline constexpr int64_t kFourBitAtomBytes = kFourBitColumns * kFourBitSteps / 2 + kFourBitColumns;
 // K is a multiple of this.

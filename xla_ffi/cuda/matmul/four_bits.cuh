@@ -27,7 +27,7 @@ inline constexpr int kFourBitRows = 8 * kFourBitRowTiles;
 inline constexpr int kAtomsOfStage = 4;
 inline constexpr int kStageSteps = kAtomsOfStage * kFourBitSteps;
 static_assert(kStageSteps == kFourBitAlign && kStageSteps == 128);  // as row scales are
-inline constexpr int kColumnTiles = 2;                              // per warp, of 16 columns
+inline constexpr int kColumnTiles = 2;                              // per warp, of kFourBitRun
 inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
 
 // Some rows of a group, and some columns of its matrix.
@@ -49,11 +49,8 @@ struct FourBitLayout {
   static constexpr uint32_t kPieceBytes = kCodes ? 8 : 16;
   static constexpr uint32_t kStageBytes =
       kWeightBytes + kAtomsOfStage * kFourBitRowTiles * kWarpSize * kPieceBytes;
-  // Per warp: the sums of a column tile that another warp finishes.
-  static constexpr uint32_t kHandedBytes = kFourBitRowTiles / 2 * 4 * kWarpSize * sizeof(float);
   static constexpr uint32_t kBytes =
-      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FewRowsTile)) +
-      kFourBitMathWarps * kHandedBytes;
+      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FewRowsTile));
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
   // Returns where a lane's piece of a row is in a stage.
@@ -67,16 +64,13 @@ struct FourBitMemory {
   using Layout = FourBitLayout<kCodes>;
 
   uint8_t* stages;
-  float* handed;
   uint64_t* full;      // per stage: ends when weights and rows are there
   uint64_t* free;      // per stage: ends when all math warps have read it
   FewRowsTile* tiles;  // per stage: the tile that it belongs to
 
   __device__ explicit FourBitMemory(uint8_t* memory)
       : stages(memory),
-        handed(reinterpret_cast<float*>(memory + Layout::kStages * Layout::kStageBytes)),
-        full(reinterpret_cast<uint64_t*>(memory + Layout::kStages * Layout::kStageBytes +
-                                         kFourBitMathWarps * Layout::kHandedBytes)),
+        full(reinterpret_cast<uint64_t*>(memory + Layout::kStages * Layout::kStageBytes)),
         free(full + Layout::kStages),
         tiles(reinterpret_cast<FewRowsTile*>(free + Layout::kStages)) {}
 };
@@ -133,10 +127,11 @@ struct CodeFactor {
   // Whether any of the four scales may need two factors.
   __device__ static bool MayNeedTwo(uint32_t scales) { return (scales & 0x80808080u) != 0; }
 
-  // Returns the only factor of scale `i` of four. None of them may need two.
+  // Returns the only factors of scales `i` and `i + 1` of four. None of them may need two.
   __device__ static uint32_t OnlyOf(uint32_t scales, int i) {
-    constexpr uint32_t kTwoExponents = 0x00800080;
-    return __byte_perm(scales, 0, 0x4440 + i) * kTwoExponents + 126 * kTwoExponents;
+    constexpr uint32_t kExponent = 0x80, kBoth = 0x00010001;
+    const uint32_t two = __byte_perm(scales, 0, 0x4040 | (i + 1) << 8 | i);
+    return two * kExponent + 126 * kExponent * kBoth;
   }
 
   __device__ explicit CodeFactor(uint32_t scale) {
@@ -156,9 +151,13 @@ template <int kPair>
 __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
   constexpr uint32_t kSigns = 0x80008000, kRest = 0x01C001C0;
   if constexpr (kPair == 0) return word & (kSigns | kRest);
-  if constexpr (kPair == 1) return (word << 3 & kRest) | (word << 4 & kSigns);
+  if constexpr (kPair == 1) return word << 3 & (kSigns | kRest);
   if constexpr (kPair == 2) return word << 6 & (kSigns | kRest);
-  return (word >> 6 & kRest) | (word << 5 & kSigns);
+  // The bits of the last pair are apart. The product holds them three times, rotated by 8, 13 and
+  // 18 bits, and no two copies meet. Each bit is taken from the copy in which it has come to its
+  // place.
+  const uint64_t copies = uint64_t{word & 0x6C006C00} * (1 << 8 | 1 << 13 | 1 << 18);
+  return (static_cast<uint32_t>(copies) | static_cast<uint32_t>(copies >> 32)) & (kSigns | kRest);
 }
 
 // Decodes eight codes of e4m3 to four words of bfloat16.
@@ -248,10 +247,11 @@ __device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums,
               MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
         }
       } else {
-        const uint32_t factor = CodeFactor::OnlyOf(scales, which);
+        const uint32_t factors = CodeFactor::OnlyOf(scales, 2 * column_tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          left[i / 2][i % 2 * 2 + half] = MultiplyTwo(codes_of[i], factor);
+          left[i / 2][i % 2 * 2 + half] = half == 0 ? MultiplyTwoBy<0>(codes_of[i], factors)
+                                                    : MultiplyTwoBy<1>(codes_of[i], factors);
         }
       }
     }
@@ -425,46 +425,6 @@ __device__ __forceinline__ float SwiGluOf(float gate, float up) {
   return Multiply(Divide(gate, Add(1.0f, expf(-gate))), up);
 }
 
-// With SwiGLU the first two warps have the sums of gate, and the other two those of up in the same
-// columns. Each warp finishes half of the row tiles, for which another warp hands it its sums.
-template <int kRowTiles>
-__device__ __forceinline__ void StoreSwiGlu(const FourBitStep& step, const FewRowsTile& tile,
-                                            FewRowsSums<kRowTiles>& sums, float* handed) {
-  constexpr int kFirst = (kRowTiles + 1) / 2;  // row tiles that warps of gate finish
-  constexpr uint32_t kFloats = FourBitLayout<false>::kHandedBytes / sizeof(float);
-  const bool has_gate = Warp() < kFourBitMathWarps / 2;
-  const auto place = [&](int warp, int row_tile, int i) -> float& {
-    return handed[warp * kFloats + (row_tile % kFirst * 4 + i) * kWarpSize + Lane()];
-  };
-  const int64_t first = static_cast<int64_t>(tile.column_tile) * (kFourBitColumns / 2) +
-                        Warp() % (kFourBitMathWarps / 2) * (16 * kColumnTiles);
-#pragma unroll
-  for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
-    float (&own)[kRowTiles][4] = sums[column_tile];
-#pragma unroll
-    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
-      if ((row_tile < kFirst) == has_gate) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) place(Warp(), row_tile, i) = own[row_tile][i];
-    }
-    NamedBarrier(1, kFourBitMathThreads);
-#pragma unroll
-    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
-      if ((row_tile < kFirst) != has_gate) continue;
-      float h[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float mine = own[row_tile][i];
-        const float other = place(Warp() ^ kFourBitMathWarps / 2, row_tile, i);
-        h[i] = SwiGluOf(has_gate ? mine : other, has_gate ? other : mine);
-      }
-      StoreSumsOf(step, tile, row_tile, first + 16 * column_tile, h);
-    }
-    // What was handed has been read.
-    NamedBarrier(1, kFourBitMathThreads);
-  }
-}
-
 // ---- The kernel ---------------------------------------------------------------------------------
 
 template <int kRowTiles, bool kCodes, bool kGateUp>
@@ -474,14 +434,24 @@ __device__ __forceinline__ void FewRowsOf(const FourBitStep& step, const FewRows
   FewRowsSums<kRowTiles> sums;
   MultiplyFewRows<kRowTiles, kCodes>(sums, step, tile, at, memory);
   if constexpr (kGateUp) {
-    StoreSwiGlu<kRowTiles>(step, tile, sums, memory.handed);
+    // The warp's first column tile is of gate, and the second of up.
+    static_assert(kColumnTiles == 2);
+    const int64_t column =
+        static_cast<int64_t>(tile.column_tile) * (kFourBitColumns / 2) + Warp() * kFourBitRun;
+#pragma unroll
+    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+      float h[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) h[i] = SwiGluOf(sums[0][row_tile][i], sums[1][row_tile][i]);
+      StoreSumsOf(step, tile, row_tile, column, h);
+    }
   } else {
 #pragma unroll
     for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
 #pragma unroll
       for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
         const int64_t column = static_cast<int64_t>(tile.column_tile) * kFourBitColumns +
-                               (Warp() * kColumnTiles + column_tile) * 16;
+                               (Warp() * kColumnTiles + column_tile) * kFourBitRun;
         StoreSumsOf(step, tile, row_tile, column, sums[column_tile][row_tile]);
       }
     }

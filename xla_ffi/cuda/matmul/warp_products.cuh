@@ -27,4 +27,20 @@ __device__ __forceinline__ uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
   return product;
 }
 
+// Multiplies two bfloat16 by one half of `b`: 0 is the lower one.
+template <int kHalf>
+__device__ __forceinline__ uint32_t MultiplyTwoBy(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("{\n"
+      ".reg .b16 halves<2>;\n"
+      ".reg .b32 both;\n"
+      "mov.b32 {halves0, halves1}, %2;\n"
+      "mov.b32 both, {halves%3, halves%3};\n"
+      "mul.rn.bf16x2 %0, %1, both;\n"
+      "}"
+      : "=r"(product)
+      : "r"(a), "r"(b), "n"(kHalf));
+  return product;
+}
+
 }  // namespace jax_ep::cuda

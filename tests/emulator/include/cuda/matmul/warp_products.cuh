@@ -37,4 +37,10 @@ inline uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
   return product;
 }
 
+template <int kHalf>
+uint32_t MultiplyTwoBy(uint32_t a, uint32_t b) {
+  const uint32_t half = b >> 16 * kHalf & 0xFFFF;
+  return MultiplyTwo(a, half << 16 | half);
+}
+
 }  // namespace jax_ep::cuda
