@@ -145,6 +145,12 @@ def decode(data, table, with_layers=None):
     plain = "; ".join(
         f"{rows} rows, {name} {us:.0f}" for (rows, name), us in reads.items()
     )
+    seen = {row["rows"]: row["clocks"] for row in experts if row.get("clocks")}
+    power = "; ".join(
+        f"{rows} rows, {of['watts']:.0f} of {of['most_watts']:.0f} W at "
+        f"{of['mhz']:.0f} of {of['most_mhz']:.0f} MHz"
+        for rows, of in seen.items()
+    )
     head = (
         f"{_source(data)}, jax {data['jax']}: one rank's experts, {sizes['groups']} of "
         f"hidden {sizes['hidden']} and inner {sizes['inner']}, with "
@@ -152,6 +158,8 @@ def decode(data, table, with_layers=None):
         "plain read of the weights of the experts that are hit. Such a read took, in "
         f"microseconds: {plain}."
     )
+    if power:
+        head += f" Meanwhile the GPU drew (medians over all ways): {power}."
     parts = [
         head,
         table(("rows", "experts hit", "weights", "us", "GB/s", "of read"), cells),

@@ -15,7 +15,8 @@ of two forms.
 For each way it reports microseconds per step, the GB/s at which the weights of experts
 that are hit were read, and the time over that of `read`. Everything with the same
 number of rows is timed in turn, and rows of the results are compared with float32
-products of the same codes. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs:
+products of the same codes. `clocks` are medians of the first GPU's clock and power
+meanwhile. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs:
 for each kind of weights the layer's time, and as `exchange` that of the same program
 with experts that return their rows unchanged. With --kernels one call of each program,
 which makes a step per draw (a read makes one), is profiled: what the first GPU ran, and
@@ -38,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from benchmarks.common import arguments as common
-from benchmarks.common import recording, timing, trace
+from benchmarks.common import clocks, recording, timing, trace
 from benchmarks.layers import decode_steps as steps
 from benchmarks.layers import grouped, kinds
 from benchmarks.layers.decode_steps import DRAWS, FORMATS, READS, WAYS, Sizes
@@ -138,7 +139,9 @@ def measure_experts(sizes, args):
             make = functools.partial(prepare_way, way, draws, weights[name])
             facts[way], more = tried(make)
             runs |= more
-        us = by_turns(runs, args.seconds)
+        with clocks.sampled() as gpu:
+            us = by_turns(runs, args.seconds)
+        place |= {"clocks": gpu}
         limits = {}
         for name, found in reads.items():
             how = min(READS, key=lambda how, name=name: us["read", name, how])
