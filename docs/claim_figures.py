@@ -435,7 +435,7 @@ def decode_traces(record):
         (1, "layer", "us"),
     ):
         row = rows[tokens]
-        yield row["traces"][part]["span_us"] / DRAWS
+        yield row["traces"][part]["span_us"] / record.get("steps", DRAWS)
         yield row[time]
 
 
@@ -445,6 +445,25 @@ def four_bits_by_card(*records):
         pick(each["results"], part="experts", rows=1024, way="mxfp4")["us"]
         for each in records
     )
+
+
+def experts_of_a_step(record):
+    """Microseconds of 16 rows with "mxfp4" weights and of their read: kernels, and all.
+
+    Older records have one read per call.
+    """
+    for way, alone in (("mxfp4", DRAWS), ("read", 1)):
+        row = pick(record["results"], rows=16, way=way, format="mxfp4")
+        (traced,) = row["traces"].values()
+        yield traced["span_us"] / record.get("steps", alone)
+        yield row["us"]
+
+
+def four_bits_profiled(record):
+    """Least percentage of cycles with an instruction, with 1024 rows of "mxfp4"."""
+    rows = [row for row in record["results"] if row["case"] == "1024 rows"]
+    yield min(row["issue_percent"] for row in rows)
+    yield sum(row["us"] for row in rows)
 
 
 def layer_ms(*records):

@@ -515,9 +515,20 @@ PAGES = {
     ],
     "docs/benchmarks.md": [
         Claim(
-            "decode-h200x1-* decode-h200x2-2026-11-26 decode-h200x2-2026-11-27",
-            "card to card: {} to {} us in three records",
+            "decode-h200x1-2026-11-28 decode-h200x2-2026-11-28",
+            "so its time follows the clock: {} to {} us in two records",
             of.four_bits_by_card,
+        ),
+        Claim(
+            "mxfp4-profile-h200x1-*",
+            "issues an instruction in {}% of the cycles and takes {} us",
+            of.four_bits_profiled,
+        ),
+        Claim(
+            "decode-h200x1-2026-11-28",
+            'the kernels of a step with "mxfp4" take {} us of {}, and a read\'s '
+            "kernel {} of {}",
+            of.experts_of_a_step,
         ),
         Claim(
             "traced-decode-h200x2-*",

@@ -151,12 +151,13 @@ def decode(data, table, with_layers=None):
         f"{of['mhz']:.0f} of {of['most_mhz']:.0f} MHz"
         for rows, of in seen.items()
     )
+    together = f" and {data['steps']} steps per call" if "steps" in data else ""
     head = (
         f"{_source(data)}, jax {data['jax']}: one rank's experts, {sizes['groups']} of "
         f"hidden {sizes['hidden']} and inner {sizes['inner']}, with "
-        f"{sizes['top_k']} experts per token. `of read` is the time over that of a "
-        "plain read of the weights of the experts that are hit. Such a read took, in "
-        f"microseconds: {plain}."
+        f"{sizes['top_k']} experts per token{together}. `of read` is the time over "
+        "that of a plain read of the weights of the experts that are hit. Such a read "
+        f"took, in microseconds: {plain}."
     )
     if power:
         head += f" Meanwhile the GPU drew (medians over all ways): {power}."

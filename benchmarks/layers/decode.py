@@ -12,15 +12,17 @@ many rows for every expert, as cuBLAS does it. The limit is `read`: XLA's maximu
 as many bytes as the weights of the experts that are hit have in a format, in the faster
 of two forms.
 
+A call has the steps of a model of --unrolled times 4 layers, or as many reads. They
+share what XLA takes between two calls.
+
 For each way it reports microseconds per step, the GB/s at which the weights of experts
 that are hit were read, and the time over that of `read`. Everything with the same
 number of rows is timed in turn, and rows of the results are compared with float32
 products of the same codes. `clocks` are medians of the first GPU's clock and power
 meanwhile. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs:
 for each kind of weights the layer's time, and as `exchange` that of the same program
-with experts that return their rows unchanged. With --kernels one call of each program,
-which makes a step per draw (a read makes one), is profiled: what the first GPU ran, and
-for how long.
+with experts that return their rows unchanged. With --kernels one call of each program
+is profiled: what the first GPU ran, and for how long.
 Writes benchmarks/results/decode-<device>x<n>-<date>.json. With --tiny it also runs on a
 machine without such a GPU, with what runs everywhere in place of the kernels.
 """
@@ -51,8 +53,11 @@ SIZES = Sizes(7168, 2048, 64, 8)
 SMALL = Sizes(128, 128, 8, 2)
 ROWS = (1024, 256, 64, 16, 8)
 TOKENS = (1, 8, 32, 128)  # per rank, for whole layers
-TINY = ("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0", "--kernels")
-STEPS = 40  # per measurement, so that the host's wait for its end hardly counts
+TINY = (
+    *("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0", "--kernels"),
+    *("--unrolled", "2"),
+)
+STEPS = 96  # per measurement, so that the host's wait for its end hardly counts
 IN_FLIGHT = 16
 # Relative to a row's norm. Activations near a tie get other codes, and `batched` rounds
 # gate and up.
@@ -100,24 +105,26 @@ def traces(args, runs):
 # ---- Experts ------------------------------------------------------------------------
 
 
-def prepare_reads(words, hit, bytes_):
+def prepare_reads(words, hit, bytes_, times):
     """Returns the runs of `read`, and the entries of its row for each format."""
     runs, facts = {}, {}
     for name in FORMATS:
         count = min(steps.rounded(hit * bytes_[name] / 4), len(words))
         facts[name] = {"bytes": 4 * count, "wrong": False}
         for how in READS:
-            run = steps.reading(how, words, count)
-            facts[name]["wrong"] |= steps.read_wrongly(how, run(0), count)
-            runs["read", name, how] = run, 1
+            program = steps.reading(how, words, count, times)
+            found = program(words)[0]
+            facts[name]["wrong"] |= steps.read_wrongly(how, found, count)
+            run = functools.partial(lambda program, _: program(words), program)
+            runs["read", name, how] = run, times
     return runs, facts
 
 
 def prepare_way(way, draws, weights):
     """Returns the entries of a way's row, and the run to time."""
     program = jax.jit(steps.in_turn(functools.partial(steps.run_way, way)))
-    outs = program(draws, weights)
-    facts = checked(steps.difference(way, outs, draws, weights))
+    last = program(draws, weights)[-DRAWS:]
+    facts = checked(steps.difference(way, last, draws[-DRAWS:], weights))
     return facts, {way: (lambda _: program(draws, weights), len(draws))}
 
 
@@ -128,10 +135,10 @@ def measure_experts(sizes, args):
     bytes_ = {name: steps.bytes_of_expert(each) for name, each in weights.items()}
     words = steps.make_words(sizes.groups * max(bytes_.values()) / 4)
     for rows in args.rows:
-        draws = steps.make_draws(random, sizes, rows)
+        draws = steps.make_draws(random, sizes, rows) * args.unrolled
         hit = float(np.mean([np.count_nonzero(draw.sizes) for draw in draws]))
         place = {"part": "experts", "rows": rows, "hit": hit}
-        runs, reads = prepare_reads(words, hit, bytes_)
+        runs, reads = prepare_reads(words, hit, bytes_, len(draws))
         facts = {}
         for way, (name, _) in WAYS.items():
             if way not in args.ways or (way == "batched" and rows < sizes.groups):
@@ -235,8 +242,8 @@ def prepare_layer(kind, mesh, sizes, tokens, draws, router, weights, handles):
         outs = jax.block_until_ready(run(draws, params))
         runs[kind, part] = (lambda _, run=run: run(draws, params)), len(draws)
         if part == "layer":
-            given = draws, router, weights, coded, mesh.size
-            facts = checked(layer_difference(outs, *given, sizes.top_k))
+            given = draws[-DRAWS:], router, weights, coded, mesh.size
+            facts = checked(layer_difference(outs[-DRAWS:], *given, sizes.top_k))
     return {"transport": ep.transport, **facts}, runs
 
 
@@ -250,7 +257,7 @@ def measure_layers(sizes, args):
     for tokens in args.tokens:
         shape = tokens * mesh.size, sizes.hidden
         draws = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]]
-        draws = jax.device_put(draws, NamedSharding(mesh, P("ep")))
+        draws = jax.device_put(draws, NamedSharding(mesh, P("ep"))) * args.unrolled
         runs, facts, handles = {}, {}, []
         try:
             for kind, (name, _) in WAYS.items():
@@ -327,6 +334,9 @@ def parse(arguments):
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="of a time, on average"
     )
+    parser.add_argument(
+        "--unrolled", type=int, default=8, help="times that a call takes all draws"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows")
     common.add_place(parser)
     args = common.parsed(parser, arguments, TINY)
@@ -353,6 +363,7 @@ def main(arguments=None):
         count,
         sizes=sizes._asdict(),
         kernels=obstacle is None,
+        steps=DRAWS * args.unrolled,
         results=rows,
     )
     try:

@@ -32,7 +32,7 @@ WAYS = {
     "mxfp4-fp8": ("mxfp4", True),
     "batched": ("bf16", False),
 }
-DRAWS = 4  # of rows and their experts: a program has one step for each
+DRAWS = 4  # of rows and their experts: a program has steps for each
 WORDS = 8192  # per row, in the form "rows" of a read
 STREAMS = 64  # in the form "streams"
 
@@ -221,17 +221,23 @@ def largest_of_streams(words, start, count):
 READS = {"rows": largest_of_rows, "streams": largest_of_streams}
 
 
-def reading(how, words, count):
-    """Returns a function of the call's number that reads `count` words.
+def reading(how, words, count, times):
+    """Returns a program of `words` that reads `count` of them `times` times.
 
     They are at either end of `words`, in turn.
     """
     starts = sorted({0, len(words) - count})
-    programs = [
-        jax.jit(functools.partial(READS[how], start=start, count=count))
-        for start in starts
-    ]
-    return lambda call: programs[call % len(programs)](words)
+
+    def run(words):
+        found = []
+        for time in range(times):
+            if found:
+                # Otherwise XLA would merge the reads.
+                words, found[-1] = jax.lax.optimization_barrier((words, found[-1]))
+            found.append(READS[how](words, starts[time % len(starts)], count))
+        return found
+
+    return jax.jit(run)
 
 
 def read_wrongly(how, found, count):

@@ -58,6 +58,7 @@ def test_every_way_by_stand_ins(fake_kernels, tmp_path, capsys):
     assert record["kernels"] is True
     assert record["count"] == RANKS
     assert record["sizes"] == decode.SMALL._asdict()
+    assert record["steps"] == 2 * steps.DRAWS
     assert {"rows", "gate_up", "code_rows", "code_gate_up", "four_bits"} <= set(taken)
     assert "quantize_matrices" in taken
     rows = record["results"]
@@ -209,16 +210,16 @@ def test_reads_are_of_all_words(how):
     words = steps.make_words(2.2 * steps.WORDS * steps.STREAMS)
     assert len(words) == 2 * steps.WORDS * steps.STREAMS
     count = len(words) // 2
-    read = steps.reading(how, words, count)
-    first, last = np.asarray(read(0)), np.asarray(read(1))
+    first, last, again = map(np.asarray, steps.reading(how, words, count, 3)(words))
     assert not steps.read_wrongly(how, first, count)
     assert first.max() == count - 1
     np.testing.assert_array_equal(last, first + count)
+    np.testing.assert_array_equal(again, first)
     assert steps.read_wrongly(how, last, count)
     # Every word matters.
     for at in (0, count // 2, count - 1):
-        large = words.at[at].set(2**31 - 1)
-        assert steps.read_wrongly(how, steps.reading(how, large, count)(0), count)
+        (found,) = steps.reading(how, words, count, 1)(words.at[at].set(2**31 - 1))
+        assert steps.read_wrongly(how, found, count)
 
 
 def test_experts_of_a_token_are_distinct():
