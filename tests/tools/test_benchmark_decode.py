@@ -210,7 +210,9 @@ def test_reads_are_of_all_words(how):
     words = steps.make_words(2.2 * steps.WORDS * steps.STREAMS)
     assert len(words) == 2 * steps.WORDS * steps.STREAMS
     count = len(words) // 2
-    first, last, again = map(np.asarray, steps.reading(how, words, count, 3)(words))
+    read = steps.reading(how, words, count, 3)
+    read(0)
+    first, last, again = map(np.asarray, read.found)
     assert not steps.read_wrongly(how, first, count)
     assert first.max() == count - 1
     np.testing.assert_array_equal(last, first + count)
@@ -218,8 +220,19 @@ def test_reads_are_of_all_words(how):
     assert steps.read_wrongly(how, last, count)
     # Every word matters.
     for at in (0, count // 2, count - 1):
-        (found,) = steps.reading(how, words, count, 1)(words.at[at].set(2**31 - 1))
-        assert steps.read_wrongly(how, found, count)
+        read = steps.reading(how, words.at[at].set(2**31 - 1), count, 1)
+        read(0)
+        assert steps.read_wrongly(how, read.found[0], count)
+
+
+def test_results_take_the_places_of_those_before():
+    run = steps.Repeated(steps.in_turn(jnp.add), [jnp.arange(8), jnp.arange(8) + 1], 10)
+    places = []
+    for call in range(3):
+        run(call).block_until_ready()
+        places.append([each.unsafe_buffer_pointer() for each in run.found])
+        np.testing.assert_array_equal(run.found[1], np.arange(8) + 11)
+    assert len({tuple(sorted(each)) for each in places}) == 1
 
 
 def test_experts_of_a_token_are_distinct():
