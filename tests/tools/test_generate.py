@@ -169,9 +169,17 @@ def test_tables_of_decode():
     sizes = dict.fromkeys(("hidden", "inner", "groups", "top_k"), 2)
     data = OF_MATMULS | {"sizes": sizes, "results": rows}
     lines = matmul_tables.decode(data, generate.table).splitlines()
-    assert "in microseconds: 16 rows, bf16 10." in lines[0]
+    assert lines[0].endswith("in microseconds: 16 rows, bf16 10.")
+    assert "steps per call" not in lines[0]
     assert "| 16 | 3.5 | `fp8` | 12 | 9 | 1.20 |" in lines
     assert "| 8 | `fp8` | 30 | 7 |" in lines
+    clocks = {"mhz": 1500.0, "most_mhz": 1980.0, "watts": 690.4, "most_watts": 700.0}
+    for row in rows[:2]:
+        row["clocks"] = clocks
+    data["steps"] = 32
+    (first, *_) = matmul_tables.decode(data, generate.table).splitlines()
+    assert "experts per token and 32 steps per call." in first
+    assert first.endswith(": 16 rows, 690 of 700 W at 1500 of 1980 MHz.")
 
 
 def test_curves_of_training_must_be_the_same():
