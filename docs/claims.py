@@ -516,12 +516,13 @@ PAGES = {
     "docs/benchmarks.md": [
         Claim(
             "decode-h200x1-2026-11-28 decode-h200x2-2026-11-28",
-            "so its time follows the clock: {} to {} us in two records",
+            "Timed for 0.1 s per program a step takes {} us, and timed for 0.3 s, on "
+            "another card, {}",
             of.four_bits_by_card,
         ),
         Claim(
             "mxfp4-profile-h200x1-*",
-            "issues an instruction in {}% of the cycles and takes {} us",
+            "they issue an instruction in {}% of the cycles and take {} us.",
             of.four_bits_profiled,
         ),
         Claim(

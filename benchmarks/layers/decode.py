@@ -347,6 +347,8 @@ def parse(arguments):
     top_k = (SMALL if args.tiny else SIZES).top_k
     if any(rows % top_k or rows < top_k for rows in args.rows):
         parser.error(f"--rows must be multiples of {top_k}, the experts of a token")
+    if args.unrolled < 1:
+        parser.error(f"--unrolled must be 1 or more, not {args.unrolled}")
     return args
 
 

@@ -253,17 +253,12 @@ def reading(how, words, count, times):
     They are at either end of `words`, in turn.
     """
     starts = sorted({0, len(words) - count})
-
-    def run(words):
-        found = []
-        for time in range(times):
-            if found:
-                # Otherwise XLA would merge the reads.
-                words, found[-1] = jax.lax.optimization_barrier((words, found[-1]))
-            found.append(READS[how](words, starts[time % len(starts)], count))
-        return found
-
-    return Repeated(run, words)
+    parts = [
+        functools.partial(READS[how], start=start, count=count) for start in starts
+    ]
+    # A draw is the words, with which part of them to read.
+    draws = [jax.tree_util.Partial(parts[i % len(parts)], words) for i in range(times)]
+    return Repeated(in_turn(lambda draw, _: draw()), draws, None)
 
 
 def read_wrongly(how, found, count):

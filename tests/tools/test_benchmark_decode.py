@@ -250,6 +250,9 @@ def test_what_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         decode.main(["--rows", "12"])
     assert "--rows must be multiples of 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        decode.main(["--rows", "8", "--unrolled", "0"])
+    assert "--unrolled must be 1 or more, not 0" in capsys.readouterr().err
 
 
 def test_times_are_by_turns():

@@ -27,7 +27,8 @@ __device__ __forceinline__ uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Multiplies two bfloat16 by one half of `b`: 0 is the lower one.
+// Multiplies two bfloat16 by one half of `b`: 0 is the lower one. The instruction chooses the half
+// itself, but the compiler sees that only here: __byte_perm would be an instruction of its own.
 template <int kHalf>
 __device__ __forceinline__ uint32_t MultiplyTwoBy(uint32_t a, uint32_t b) {
   uint32_t product;
