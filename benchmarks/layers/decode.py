@@ -58,7 +58,9 @@ TINY = (
     *("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0", "--kernels"),
     *("--unrolled", "2"),
 )
-STEPS = 96  # per measurement, so that the host's wait for its end hardly counts
+# Per measurement, of which the host takes up to a millisecond to begin and to notice
+# its end.
+MEASURED_S = 0.15
 IN_FLIGHT = 16
 # Relative to a row's norm. Activations near a tie get other codes, and `batched` rounds
 # gate and up.
@@ -70,15 +72,16 @@ def by_turns(runs, seconds):
 
     `runs` has pairs: a function of the call's number, and how many steps a call makes.
     """
-    times = {name: [] for name in runs}
-    for run, _ in runs.values():
+    times, calls = {name: [] for name in runs}, {}
+    for name, (run, _) in runs.items():
         jax.block_until_ready([run(call) for call in range(2)])
+        most = min(MEASURED_S, seconds)
+        calls[name] = max(1, math.ceil(most / timing.seconds(run, 4, IN_FLIGHT)))
     turns, end = 0, time.monotonic() + seconds * len(runs)
     while turns < 3 or time.monotonic() < end:
         turns += 1
         for name, (run, count) in runs.items():
-            calls = math.ceil(STEPS / count)
-            times[name].append(timing.seconds(run, calls, IN_FLIGHT) / count)
+            times[name].append(timing.seconds(run, calls[name], IN_FLIGHT) / count)
     return {name: statistics.median(each) * 1e6 for name, each in times.items()}
 
 

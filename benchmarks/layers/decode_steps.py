@@ -182,8 +182,9 @@ def in_turn(step):
         found = []
         for draw in draws:
             if found:
-                # Otherwise XLA would merge small operations of several steps.
-                draw, found[-1] = jax.lax.optimization_barrier((draw, found[-1]))
+                # Otherwise XLA would merge operations of several steps.
+                given = draw, operand, found[-1]
+                draw, operand, found[-1] = jax.lax.optimization_barrier(given)
             found.append(step(draw, operand))
         return found
 
@@ -256,9 +257,9 @@ def reading(how, words, count, times):
     parts = [
         functools.partial(READS[how], start=start, count=count) for start in starts
     ]
-    # A draw is the words, with which part of them to read.
-    draws = [jax.tree_util.Partial(parts[i % len(parts)], words) for i in range(times)]
-    return Repeated(in_turn(lambda draw, _: draw()), draws, None)
+    # A draw has no arrays, but says which part to read.
+    draws = [jax.tree_util.Partial(parts[i % len(parts)]) for i in range(times)]
+    return Repeated(in_turn(lambda draw, words: draw(words)), draws, words)
 
 
 def read_wrongly(how, found, count):

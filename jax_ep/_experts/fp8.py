@@ -93,8 +93,14 @@ def _apply(
     sizes: jax.Array,
 ) -> jax.Array:
     del port, masters
-    h, _ = _gate_up(static, False, biases, consts, rows, weights, sizes)
-    return _down(static, biases, h, weights, sizes)
+    sums = _sums_dtype(static, biases)
+
+    def run(biases: Any, consts: Any, rows: Any, weights: Any, sizes: Any) -> Any:
+        inner = Inner(biases.gate, biases.up, consts, static.activation)
+        return static.operations.apply(rows, weights, sizes, inner, static.dtype, sums)
+
+    out = batching.in_turn(run)(biases, consts, rows, weights, sizes)
+    return _with_down_bias(static, biases, out, sizes)
 
 
 def _forward(
@@ -116,12 +122,14 @@ def _forward(
             'train with format="fp8_block128", or stop the gradient at the result '
             "with jax.lax.stop_gradient",
         )
-    h, both = _gate_up(static, True, biases, consts, rows, weights, sizes)
+    h, both = _gate_up(static, biases, consts, rows, weights, sizes)
     # All that the backward pass needs of this product has one name, so that a policy
     # that saves this name repeats no product.
     both = checkpoint_name(both, GATE_UP_NAME)
     h = jax.tree.map(lambda part: named_bits(part, GATE_UP_NAME), h)
-    out = _down(static, biases, h, weights, sizes)
+    sums = _sums_dtype(static, biases)
+    out = _product(static, "down", False, h, weights, sizes, sums)
+    out = _with_down_bias(static, biases, out, sizes)
     return out, (biases, consts, rows, h, both, weights, sizes)
 
 
@@ -175,7 +183,6 @@ _apply.defvjp(_forward, _backward)
 
 def _gate_up(
     static: Static,
-    keep: bool,
     biases: Biases,
     consts: Any,
     rows: Rows,
@@ -185,24 +192,21 @@ def _gate_up(
     def run(biases: Any, consts: Any, rows: Any, weights: Any, sizes: Any) -> Any:
         inner = Inner(biases.gate, biases.up, consts, static.activation)
         return static.operations.gate_up(
-            rows, weights, sizes, inner, keep, static.dtype
+            rows, weights, sizes, inner, True, static.dtype
         )
 
     return batching.in_turn(run)(biases, consts, rows, weights, sizes)
 
 
-def _down(
-    static: Static,
-    biases: Biases,
-    h: Rows,
-    weights: QuantizedWeights,
-    sizes: jax.Array,
+def _sums_dtype(static: Static, biases: Biases) -> Any:
+    """Returns the dtype of down's product, which is rounded once, after the bias."""
+    return static.dtype if biases.down is None else jnp.float32
+
+
+def _with_down_bias(
+    static: Static, biases: Biases, out: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    if biases.down is None:
-        return _product(static, "down", False, h, weights, sizes, static.dtype)
-    # Rounded once, after the bias.
-    sums = _product(static, "down", False, h, weights, sizes, jnp.float32)
-    return with_bias(sums, biases.down, sizes).astype(static.dtype)
+    return with_bias(out, biases.down, sizes).astype(static.dtype)
 
 
 def _product(

@@ -120,6 +120,29 @@ class HopperOperations(Operations):
         )
         return Rows(*h), both
 
+    def apply(
+        self,
+        rows: Rows,
+        weights: QuantizedWeights,
+        sizes: jax.Array,
+        inner: Inner,
+        dtype: Any,
+        out_dtype: Any,
+    ) -> jax.Array:
+        """Overrides `Operations.apply`."""
+        codes = _codes(rows, weights)
+        if codes is None or not _is_swiglu(inner):
+            return super().apply(rows, weights, sizes, inner, dtype, out_dtype)
+        return kernels.code_experts(
+            codes,
+            _turned(weights, "gate_up"),
+            weights.gate_up_scales,
+            _turned(weights, "down"),
+            weights.down_scales,
+            sizes,
+            out_dtype,
+        )
+
     def down_dgrad(
         self,
         cotangent: Rows,

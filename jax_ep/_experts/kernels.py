@@ -26,6 +26,8 @@ _TARGETS = frozenset(
         "ep_code_rows",
         "ep_code_gate_up",
         "ep_code_down_back",
+        "ep_experts",
+        "ep_code_experts",
         "ep_four_bit_rows",
         "ep_four_bit_gate_up",
         "ep_quantize_matrices",
@@ -225,6 +227,71 @@ def code_down_back(
         {"out_dtype": "bfloat16"},
     )
     return found.codes, found.code_scales, found.to_both
+
+
+def experts(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """Applies `gate_up` and then `rows`, whose kernel begins before the other ends.
+
+    Args:
+        rows: `[N, H]`, bfloat16 or float16.
+        gate_up: `[L, H, 2, F]`, of the same dtype.
+        down: `[L, F, H]`, likewise.
+        sizes: int32 `[L]`.
+
+    Returns:
+        `[N, H]`, in the dtype of rows.
+    """
+    found = tables.call(
+        "ep_experts",
+        rows,
+        {},
+        {"rows": rows, "gate_up": gate_up, "down": down, "group_sizes": sizes},
+        {},
+    )
+    return found.out
+
+
+def code_experts(
+    rows: Codes,
+    gate_up: jax.Array,
+    gate_up_scales: jax.Array,
+    down: jax.Array,
+    down_scales: jax.Array,
+    sizes: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """`experts` of codes; SwiGLU's float32 result is quantised as rows are.
+
+    Args:
+        rows: `[N, H]`.
+        gate_up: turned codes, `[L, 2, F, H]`.
+        gate_up_scales: `[L, H / 128, 2, F / 128]`.
+        down: turned codes, `[L, H, F]`.
+        down_scales: `[L, F / 128, H / 128]`.
+        sizes: int32 `[L]`.
+        dtype: of the result.
+
+    Returns:
+        `[N, H]`.
+    """
+    found = tables.call(
+        "ep_code_experts",
+        rows.values,
+        {},
+        {
+            "rows": rows.values,
+            "row_scales": rows.scales,
+            "gate_up": gate_up,
+            "gate_up_scales": gate_up_scales,
+            "down": down,
+            "down_scales": down_scales,
+            "group_sizes": sizes,
+        },
+        {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
 
 
 def four_bits(

@@ -171,6 +171,31 @@ class Operations:
             return Rows(h.astype(dtype), None), kept
         return quantized_rows(h), kept
 
+    def apply(
+        self,
+        rows: Rows,
+        weights: QuantizedWeights,
+        sizes: jax.Array,
+        inner: Inner,
+        dtype: Any,
+        out_dtype: Any,
+    ) -> jax.Array:
+        """Applies `gate_up` and multiplies by down, with nothing kept for a derivative.
+
+        Args:
+            rows: `[N, H]`.
+            weights: as in `product`.
+            sizes: int32 `[L]`.
+            inner: biases and activation.
+            dtype: dtype of the tokens.
+            out_dtype: dtype of the result.
+
+        Returns:
+            `[N, H]`.
+        """
+        h, _ = self.gate_up(rows, weights, sizes, inner, False, dtype)
+        return self.product(h, weights, "down", sizes, out_dtype)
+
     def down_dgrad(
         self,
         cotangent: Rows,

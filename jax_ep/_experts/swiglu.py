@@ -44,8 +44,8 @@ def apply(
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _apply(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
     del dtypes
-    h, _ = _run_gate_up(rows, gate_up.astype(rows.dtype), sizes, False)
-    return grouped.by_rows(h, down.astype(rows.dtype), sizes, _HOPPER, False)
+    gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
+    return batching.in_turn(kernels.experts)(rows, gate_up, down, sizes)
 
 
 def _forward(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
@@ -71,14 +71,11 @@ def _backward(dtypes: Any, kept: Any, cotangent: Any) -> Any:
 _apply.defvjp(_forward, _backward)
 
 
-def _run_gate_up(rows: Any, gate_up: Any, sizes: Any, keep: bool) -> Any:
-    return batching.in_turn(partial(kernels.gate_up, keep=keep))(rows, gate_up, sizes)
-
-
 @jax.custom_vjp
 def _hidden(rows: Any, gate_up: Any, sizes: Any) -> Any:
     """Returns h `[N, F]`, and gate and up `[N, 2, F]`."""
-    return _run_gate_up(rows, gate_up, sizes, True)
+    run = partial(kernels.gate_up, keep=True)
+    return batching.in_turn(run)(rows, gate_up, sizes)
 
 
 def _hidden_forward(rows: Any, gate_up: Any, sizes: Any) -> Any:

@@ -500,6 +500,35 @@ class CodeDownBackOperands(TypedDict):
 class CodeDownBackAttributes(TypedDict):
     out_dtype: str
 
+class Experts(NamedTuple):
+    h: jax.Array
+    out: jax.Array
+
+class ExpertsOperands(TypedDict):
+    rows: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    group_sizes: jax.Array
+
+class ExpertsAttributes(TypedDict): ...
+
+class CodeExperts(NamedTuple):
+    h: jax.Array
+    h_scales: jax.Array
+    out: jax.Array
+
+class CodeExpertsOperands(TypedDict):
+    rows: jax.Array
+    row_scales: jax.Array
+    gate_up: jax.Array
+    gate_up_scales: jax.Array
+    down: jax.Array
+    down_scales: jax.Array
+    group_sizes: jax.Array
+
+class CodeExpertsAttributes(TypedDict):
+    out_dtype: str
+
 class FourBitRows(NamedTuple):
     out: jax.Array
 
@@ -751,6 +780,22 @@ def call(
     operands: CodeDownBackOperands,
     attributes: CodeDownBackAttributes,
 ) -> CodeDownBack: ...
+@overload
+def call(
+    target: Literal["ep_experts"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: ExpertsOperands,
+    attributes: ExpertsAttributes,
+) -> Experts: ...
+@overload
+def call(
+    target: Literal["ep_code_experts"],
+    like: jax.Array,
+    dims: Mapping[str, int],
+    operands: CodeExpertsOperands,
+    attributes: CodeExpertsAttributes,
+) -> CodeExperts: ...
 @overload
 def call(
     target: Literal["ep_four_bit_rows"],

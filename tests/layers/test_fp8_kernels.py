@@ -568,25 +568,27 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"),
+    ("name", "weights", "targets"),
     [
-        ("bf16", ["ep_four_bit_gate_up", "ep_four_bit_rows"]),
-        ("fp8_block128", ["ep_four_bit_gate_up", "ep_quantize", "ep_four_bit_rows"]),
+        ("bf16", "mxfp4", ["four_bit_gate_up", "four_bit_rows"]),
+        ("fp8_block128", "mxfp4", ["four_bit_gate_up", "quantize", "four_bit_rows"]),
+        ("fp8_block128", "fp8_block128", ["code_experts"]),
     ],
 )
-def test_what_four_bits_are_lowered_to(name, targets, monkeypatch):
-    """Lowered with the real kernels' tables; the first product includes SwiGLU."""
+def test_what_experts_are_lowered_to(name, weights, targets, monkeypatch):
+    """Lowered with the real kernels' tables; products include SwiGLU."""
     grouped_kernels.pretend(monkeypatch)
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(np.nan_to_num(rows), SIZES, name, "bfloat16")
 
-    def run(d, gate_up, down):
-        weights = experts.quantize_weights(gate_up, down, format="mxfp4")
-        return experts.fp8(d, weights, None)
+    made = Operations().quantize_weights(gate_up, down, weights, False)
 
-    lowered = jax.jit(run).trace(d, gate_up, down)
+    def run(d, made):
+        return experts.fp8(d, made, None)
+
+    lowered = jax.jit(run).trace(d, made)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @(ep_\w+)", text) == targets
+    assert re.findall(r"custom_call @ep_(\w+)", text) == targets
 
 
 def test_tiles_are_those_of_the_table():
@@ -643,7 +645,11 @@ def test_experts_equal_the_formula(name, ready):
     y, back = jax.vjp(jax.jit(run), port, gate_up, down)
     if ready is not None:
         # JAX traces a partitioned function only once for all tests.
-        assert set(ready) - {"quantize_matrices"} == {"code_gate_up", "code_rows"}
+        # JAX traces it without a derivative as well.
+        traced = {"code_experts", "code_gate_up", "code_rows"}
+        assert set(ready) - {"quantize_matrices"} == traced
+    plain = jax.jit(run)(port, gate_up, down)
+    helpers.assert_bits(plain[: sum(SIZES)], y[: sum(SIZES)])
     grads = jax.jit(back)(jnp.asarray(np.where(real, dy, np.nan), y.dtype))
     want = formula.experts(
         rows,

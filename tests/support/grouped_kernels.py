@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep
-from jax_ep import experts, formats
+from jax_ep import formats
 from jax_ep._experts import kernels, quantized, select
 from jax_ep._experts.kernels import Codes
 from jax_ep._layers import layer
@@ -34,7 +34,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if jax.default_backend() != "cpu":
         pytest.skip("the kernels may be real here")
     pretend(monkeypatch)
-    monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda *_: True)
+    monkeypatch.setattr(jax_ep.experts, "ragged_dot_is_dense", lambda *_: True)
     taken: list[str] = []
     for stand_in in STAND_INS:
         name = stand_in.__name__
@@ -83,7 +83,7 @@ def either_operations(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     taken = request.getfixturevalue("fake_kernels")
     yield
-    assert "code_gate_up" in taken
+    assert {"code_gate_up", "code_experts"} & set(taken)
 
 
 def _seen(stand_in: Callable[..., Any], taken: list[str]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def _seen(stand_in: Callable[..., Any], taken: list[str]) -> Callable[..., Any]:
 
 def skip_without_hopper() -> None:
     """Skips where the kernels do not run."""
-    obstacle = experts.hopper_obstacle(H, F)
+    obstacle = jax_ep.experts.hopper_obstacle(H, F)
     if obstacle is not None:
         pytest.skip(f"needs {obstacle}")
 
@@ -201,6 +201,19 @@ def code_down_back(cotangents, matrices, scales, both, sizes):
     return codes.reshape(both.shape), code_scales, back.astype(both.dtype)
 
 
+_rows, _gate_up = rows, gate_up
+
+
+def experts(rows, gate_up, down, sizes):
+    h, _ = _gate_up(rows, gate_up, sizes, keep=False)
+    return _rows(h, down, sizes)
+
+
+def code_experts(rows, gate_up, gate_up_scales, down, down_scales, sizes, dtype):
+    h, _ = code_gate_up(rows, gate_up, gate_up_scales, sizes, keep=False)
+    return code_rows(h, down, down_scales, sizes, dtype, turned=True)
+
+
 def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     """The values of tiles that `four_bits.tiles` made, float32 `[L, A, sides * B]`."""
     groups, across, steps, _ = tiles.shape
@@ -273,6 +286,8 @@ STAND_INS = (
     code_rows,
     code_gate_up,
     code_down_back,
+    experts,
+    code_experts,
     four_bits,
     quantize_matrices,
     quantize_cotangents,

@@ -96,6 +96,9 @@ cudaError_t Enqueue(RouterCall& call, int32_t, cudaStream_t stream) {
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
   return cuda::GroupedMatmul(call.step, stream);
 }
+cudaError_t Enqueue(Call<ExpertsStep>& call, int32_t, cudaStream_t stream) {
+  return cuda::ApplyExperts(call.step, stream);
+}
 cudaError_t Enqueue(Call<FourBitStep>& call, int32_t, cudaStream_t stream) {
   return cuda::MultiplyFourBits(call.step, stream);
 }

@@ -67,15 +67,6 @@ struct MatmulCall : Call<MatmulStep> {
                     "out must have the dtype of the operands, or float32");
     }
   }
-
- protected:
-  // Sets the strides of a matrix's scales, of which there are `per_group`.
-  void SetScales(int64_t per_group, int64_t per_k, int64_t per_side, int64_t per_b) {
-    step.scales_per_group = per_group;
-    step.scales_per_k = per_k;
-    step.scales_per_side = per_side;
-    step.scales_per_b = per_b;
-  }
 };
 
 // ---- Of 16 bits ---------------------------------------------------------------------------------
@@ -145,8 +136,7 @@ struct CodeRowsCall : MatmulCall<MatmulKind::kCodeRows> {
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
-    const int64_t x = sizes[Dim::X], y = sizes[Dim::Y];
-    turned ? SetScales(x * y, y, 0, 1) : SetScales(x * y, 1, 0, x);
+    step.SetRowsScales(turned);
   }
 };
 
@@ -163,8 +153,7 @@ struct CodeGateUpCall : MatmulCall<MatmulKind::kCodeGateUp> {
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
-    const int64_t x = sizes[Dim::X], y = sizes[Dim::Y];
-    SetScales(2 * x * y, 2 * y, y, 1);
+    step.SetGateUpScales();
   }
 };
 
@@ -184,9 +173,59 @@ struct CodeDownBackCall : MatmulCall<MatmulKind::kCodeDownBack> {
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
-    const int64_t x = sizes[Dim::X], y = sizes[Dim::Y];
-    SetScales(x * y, 1, 0, x);
+    step.SetRowsScales(false);
   }
+};
+
+// ---- Both products of experts -------------------------------------------------------------------
+
+// A is H and B is F.
+template <MatmulKind kFirst>
+struct BothCall : Call<ExpertsStep> {
+  void Infer(Checker& check) {
+    CheckSizes(check, *this, true);
+    RequireMultiple(check, *this, ColumnsAlign(kFirst));
+    sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
+    sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
+  }
+  void Size(Checker& check) {
+    step.codes = OfCodes(kFirst);
+    step.rows = sizes[Dim::N];
+    step.groups = sizes[Dim::G];
+    step.hidden = sizes[Dim::A];
+    step.inner = sizes[Dim::B];
+    const bool is_float = step.out_element == ElementType::kFloat32;
+    if (step.codes) {
+      step.element = is_float ? ElementType::kBFloat16 : step.out_element;
+    } else {
+      check.Require(step.element != ElementType::kFloat32, "operands must have 16 bits");
+    }
+  }
+};
+
+struct ExpertsCall : BothCall<MatmulKind::kGateUp> {
+  static constexpr const char* kTarget = "ep_experts";
+  static constexpr auto kOperands = std::tuple(
+      Arg<Token>("rows", {N, A}, &Step::left), Arg<Token>("gate_up", {G, A, 2, B}, &Step::gate_up),
+      Arg<Token>("down", {G, B, A}, &Step::down), Arg<I32>("group_sizes", {G}, &Step::sizes));
+  static constexpr auto kResults =
+      std::tuple(Ret<Token>("h", {N, B}, &Step::h), Ret<Token>("out", {N, A}, &Step::out));
+  static constexpr auto kAttributes = std::tuple();
+};
+
+struct CodeExpertsCall : BothCall<MatmulKind::kCodeGateUp> {
+  static constexpr const char* kTarget = "ep_code_experts";
+  static constexpr auto kOperands = std::tuple(
+      Arg<Code>("rows", {N, A}, &Step::left), Arg<F32>("row_scales", {N, X}, &Step::left_scales),
+      Arg<Code>("gate_up", {G, 2, B, A}, &Step::gate_up),
+      Arg<F32>("gate_up_scales", {G, X, 2, Y}, &Step::gate_up_scales),
+      Arg<Code>("down", {G, A, B}, &Step::down),
+      Arg<F32>("down_scales", {G, Y, X}, &Step::down_scales),
+      Arg<I32>("group_sizes", {G}, &Step::sizes));
+  static constexpr auto kResults =
+      std::tuple(Ret<Code>("h", {N, B}, &Step::h), Ret<F32>("h_scales", {N, Y}, &Step::h_scales),
+                 Ret<Output>("out", {N, A}, &Step::out));
+  static constexpr auto kAttributes = std::tuple(kOutDtype);
 };
 
 // ---- Of four bits -------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ using WindowCalls =
 using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRowsCall>;
 using RouterCalls = CallList<RouterCall>;
-using MatmulCalls = CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall,
-                             CodeRowsCall, CodeGateUpCall, CodeDownBackCall, FourBitRowsCall,
-                             FourBitGateUpCall, QuantizeMatricesCall>;
+using MatmulCalls =
+    CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall, CodeRowsCall,
+             CodeGateUpCall, CodeDownBackCall, ExpertsCall, CodeExpertsCall, FourBitRowsCall,
+             FourBitGateUpCall, QuantizeMatricesCall>;
 
 // Calls `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

@@ -54,6 +54,69 @@ struct MatmulStep {
   // kDownBack and kCodeDownBack: the cotangents of gate and up in `element`, [N, 2, B]; may be
   // `both`.
   void* to_both;
+
+  // Sets the strides of scales as kCodeGateUp has them, [L, K / 128, 2, B / 128].
+  void SetGateUpScales() {
+    const int64_t k = left_columns / 128, b = columns / 128;
+    scales_per_group = 2 * k * b, scales_per_k = 2 * b, scales_per_side = b, scales_per_b = 1;
+  }
+  // Sets those of kCodeRows: `turned`, [L, K / 128, B / 128], else [L, B / 128, K / 128].
+  void SetRowsScales(bool turned) {
+    const int64_t k = left_columns / 128, b = columns / 128;
+    scales_per_group = k * b, scales_per_side = 0;
+    scales_per_k = turned ? b : 1, scales_per_b = turned ? 1 : k;
+  }
+};
+
+// Both products of SwiGLU experts: kGateUp, whose h the second one multiplies, and kRows; or those
+// of codes. [N, H] x [L, H, 2, F] -> h [N, F], x [L, F, H] -> [N, H]. In codes h is quantised, and
+// the matrices are turned, [L, 2, F, H] and [L, H, F].
+struct ExpertsStep {
+  bool codes;
+  ElementType element;      // as in MatmulStep
+  ElementType out_element;  // of `out` of codes
+  int64_t rows;             // N
+  int64_t groups;           // L
+  int64_t hidden;           // H
+  int64_t inner;            // F
+  const int32_t* sizes;     // [L]
+  const void* left;
+  const float* left_scales;  // of codes: [N, H / 128]
+  const void* gate_up;
+  const float* gate_up_scales;  // [L, H / 128, 2, F / 128]
+  const void* down;
+  const float* down_scales;  // [L, F / 128, H / 128]
+  void* h;
+  float* h_scales;  // [N, F / 128]
+  void* out;
+
+  MatmulStep GateUp() const {
+    MatmulStep step = Product(codes ? MatmulKind::kCodeGateUp : MatmulKind::kGateUp);
+    step.left_columns = hidden, step.columns = inner;
+    step.left = left, step.left_scales = left_scales;
+    step.right = gate_up, step.right_scales = gate_up_scales;
+    step.out = h, step.out_scales = h_scales;
+    step.SetGateUpScales();
+    return step;
+  }
+  MatmulStep Down() const {
+    MatmulStep step = Product(codes ? MatmulKind::kCodeRows : MatmulKind::kRows);
+    step.left_columns = inner, step.columns = hidden;
+    step.left = h, step.left_scales = h_scales;
+    step.right = down, step.right_scales = down_scales;
+    step.out = out;
+    step.SetRowsScales(true);
+    return step;
+  }
+
+ private:
+  MatmulStep Product(MatmulKind kind) const {
+    MatmulStep step{};
+    step.kind = kind;
+    step.element = element, step.out_element = out_element;
+    step.rows = rows, step.groups = groups, step.sizes = sizes;
+    return step;
+  }
 };
 
 // Numbers of columns are multiples of this: 16 bytes of 16-bit elements, or a block of codes.

@@ -67,17 +67,23 @@ cudaError_t LaunchAhead(void (*kernel)(Params...), dim3 grid, int threads, size_
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
 }
 
-// Launches clusters of two blocks. `grid` has an even number of blocks, all in x.
+// Launches clusters of two blocks. `grid` has an even number of blocks, all in x. With `early` they
+// may begin while the previous kernel on the stream still runs, if that one lets them; the kernel
+// itself waits for what it needs of it.
 template <typename... Params>
 cudaError_t LaunchInPairs(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
-                          cudaStream_t stream, std::type_identity_t<Params>... params) {
-  cudaLaunchAttribute cluster{};
+                          bool early, cudaStream_t stream, std::type_identity_t<Params>... params) {
+  cudaLaunchAttribute attributes[2]{};
+  auto& [cluster, overlap] = attributes;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = 2;
   cluster.val.clusterDim.y = 1;
   cluster.val.clusterDim.z = 1;
-  const cudaLaunchConfig_t config{
-      grid, dim3(static_cast<unsigned>(threads)), shared_bytes, stream, &cluster, 1};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{grid,         dim3(static_cast<unsigned>(threads)),
+                                  shared_bytes, stream,
+                                  attributes,   early ? 2u : 1u};
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&params))...};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
 }

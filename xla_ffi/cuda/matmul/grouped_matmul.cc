@@ -35,17 +35,8 @@ bool Has(ElementType element) {
   return element == ElementType::kBFloat16;
 }
 
-}  // namespace
-
-bool MatmulSupported() {
-  int device = 0, major = 0, minor = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-         major == 9 && minor == 0;
-}
-
-cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
+// `early` is as in MultiplyKind.
+cudaError_t Multiply(const MatmulStep& step, bool early, cudaStream_t stream) {
   if (!Fits(step)) return cudaErrorInvalidValue;
   if (!MatmulSupported()) return cudaErrorNotSupported;
   if (step.groups == 0) return cudaSuccess;
@@ -59,10 +50,29 @@ cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   ForEachMatmul([&]<MatmulKind kKind, typename Element>() {
     if (step.kind == kKind && Has<Element>(step.element)) {
-      error = MultiplyKind<kKind, Element>(step, stream);
+      error = MultiplyKind<kKind, Element>(step, early, stream);
     }
   });
   return error;
+}
+
+}  // namespace
+
+bool MatmulSupported() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+         major == 9 && minor == 0;
+}
+
+cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
+  return Multiply(step, false, stream);
+}
+
+cudaError_t ApplyExperts(const ExpertsStep& step, cudaStream_t stream) {
+  const cudaError_t error = Multiply(step.GateUp(), false, stream);
+  return error == cudaSuccess ? Multiply(step.Down(), true, stream) : error;
 }
 
 cudaError_t PreloadMatmulKernels() {

@@ -101,6 +101,20 @@ __device__ __forceinline__ float LoadShared(uint32_t address) {
   return value;
 }
 
+// ---- Kernels that overlap (programmatic dependent launch) ---------------------------------------
+
+// Lets the next kernel on the stream begin, if it was launched early, once all blocks have called
+// this or have ended.
+__device__ __forceinline__ void LetNextKernelBegin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// In a kernel that was launched early: waits until the previous kernel on the stream has ended.
+// After this the calling thread sees, and copies, all that it wrote.
+__device__ __forceinline__ void AwaitPreviousKernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- Tensor copies ------------------------------------------------------------------------------
 
 // Where a box of a four-dimensional tensor map begins, the fastest dimension first. Elements

@@ -186,7 +186,8 @@ __device__ __forceinline__ void LoadRight(const CUtensorMap* map, const Tile& ti
   }
 }
 
-// Called by one warp for the left operands and by another for the right ones.
+// Called by one warp for the left operands and by another for the right ones. The previous kernel
+// may write left operands; right ones are there before it begins (ApplyExperts).
 template <typename Traits, bool kRight>
 __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const MatmulMemory& memory) {
   MatmulShared& shared = memory.shared;
@@ -194,6 +195,7 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const Matmu
   const uint32_t rank = Uniform(ClusterRank());
   const uint32_t operands = Uniform(SharedAddress(memory.stages));
   const uint32_t full = Uniform(SharedAddress(shared.full));
+  if constexpr (!kRight) AwaitPreviousKernel();
   while (true) {
     const Tile tile = tiles.NextUniform();
     if (tile.steps < 0) break;
@@ -227,6 +229,7 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
   constexpr int kAhead = 2;
   TileReader tiles(shared.ring);
   const int32_t lane = static_cast<int32_t>(Lane());
+  AwaitPreviousKernel();
   while (true) {
     const Tile tile = tiles.Next();
     if (tile.steps < 0) break;
@@ -565,6 +568,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
     InitTileRing(shared.ring, kWarpsOfMath + kLoaders);
     FenceMbarrierInit();
   }
+  LetNextKernelBegin();
   ClusterSync();
   const uint32_t warpgroup = Uniform(threadIdx.x / kWarpgroupThreads);
   if (warpgroup == 0) {

@@ -6,9 +6,10 @@
 
 namespace jax_ep::cuda {
 
-// `step` suits the kind, and all its sizes are positive.
+// `step` suits the kind, and all its sizes are positive. With `early` its right operand and sizes
+// are read before the previous kernel on the stream has ended.
 template <MatmulKind kKind, typename Element>
-cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream);
+cudaError_t MultiplyKind(const MatmulStep& step, bool early, cudaStream_t stream);
 
 template <MatmulKind kKind, typename Element>
 cudaError_t PreloadKind();

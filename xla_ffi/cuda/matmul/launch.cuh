@@ -84,7 +84,7 @@ cudaError_t AllowShared() {
 }
 
 template <typename Traits>
-cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
+cudaError_t LaunchMatmul(const MatmulStep& step, bool early, cudaStream_t stream) {
   MatmulMaps maps;
   cudaError_t error = MapLeft(step, &maps.left);
   if (error == cudaSuccess) error = MapRight<Traits>(step, &maps.right);
@@ -119,7 +119,7 @@ cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
                       step.scales_per_b};
   const dim3 grid(static_cast<unsigned>(processors > 1 ? processors / 2 * 2 : 2));
   return LaunchInPairs(MatmulKernel<Traits>, grid, kMatmulThreads,
-                       kMatmulSharedBytes<Traits::kCodes>, stream, maps, arguments);
+                       kMatmulSharedBytes<Traits::kCodes>, early, stream, maps, arguments);
 }
 
 // Calls `run(Traits)` for the kernels of a kind until one fails. `out` says for which kernel, or
@@ -139,11 +139,11 @@ cudaError_t ForOut(Out out, Run run) {
 }
 
 template <MatmulKind kKind, typename Element>
-cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream) {
+cudaError_t MultiplyKind(const MatmulStep& step, bool early, cudaStream_t stream) {
   const bool is_float = step.out_element == ElementType::kFloat32;
   return ForOut<kKind, Element>(
       is_float ? Out::kFloat32 : Out::kElement,
-      [&]<typename Traits>(Traits) { return LaunchMatmul<Traits>(step, stream); });
+      [&]<typename Traits>(Traits) { return LaunchMatmul<Traits>(step, early, stream); });
 }
 
 template <MatmulKind kKind, typename Element>
@@ -154,8 +154,9 @@ cudaError_t PreloadKind() {
   });
 }
 
-#define JAX_EP_MATMUL(kKind, Element)                                                             \
-  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&, cudaStream_t); \
+#define JAX_EP_MATMUL(kKind, Element)                                                    \
+  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&, bool, \
+                                                                cudaStream_t);           \
   template cudaError_t PreloadKind<MatmulKind::kKind, Element>();
 
 }  // namespace jax_ep::cuda

@@ -8,6 +8,7 @@
 namespace jax_ep::cuda {
 
 using jax_ep::ColumnsAlign;
+using jax_ep::ExpertsStep;
 using jax_ep::MatmulKind;
 using jax_ep::MatmulStep;
 using jax_ep::OfCodes;
@@ -16,6 +17,10 @@ using jax_ep::OfCodes;
 // Returns cudaErrorNotSupported on other devices, and cudaErrorInvalidValue for sizes that do not
 // fit: columns that are not aligned, pointers that are not aligned to 16 bytes.
 cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream);
+
+// Enqueues both products, as GroupedMatmul does each. The second kernel begins before the first one
+// has ended, and loads weights meanwhile.
+cudaError_t ApplyExperts(const ExpertsStep& step, cudaStream_t stream);
 
 // Loads the kernels of all kinds. A graph capture must not be the first to use them.
 cudaError_t PreloadMatmulKernels();
