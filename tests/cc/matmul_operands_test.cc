@@ -162,6 +162,64 @@ void TestCodeDownBack() {
   CHECK(ScaleAt(step, 1, 2, 0, 1) == X * Y + X + 2);
 }
 
+// Both products of a call, the second of which has the first one's result on its left.
+void CheckExperts(const ExpertsStep& step, bool codes, ElementType element) {
+  const MatmulStep up = step.GateUp(), down = step.Down();
+  CheckStep(up, codes ? MatmulKind::kCodeGateUp : MatmulKind::kGateUp, element);
+  CHECK(down.kind == (codes ? MatmulKind::kCodeRows : MatmulKind::kRows));
+  CHECK(down.element == element && down.rows == N && down.groups == G);
+  CHECK(down.left_columns == B && down.columns == A && down.sizes == up.sizes);
+  CHECK(up.out != nullptr && down.left == up.out && down.left_scales == up.out_scales);
+  CHECK(up.left == step.left && up.right == step.gate_up && down.right == step.down);
+  CHECK(up.both == nullptr && down.out == step.out && down.out_element == step.out_element);
+  if (!codes) return;
+  CHECK(up.left_scales == step.left_scales && up.out_scales != nullptr);
+  CHECK(up.right_scales == step.gate_up_scales && down.right_scales == step.down_scales);
+  for (int64_t x = 0; x < X; ++x) {
+    for (int64_t y = 0; y < Y; ++y) {
+      for (int64_t side = 0; side < 2; ++side) {
+        CHECK(ScaleAt(up, 1, x, side, y) == ((X + x) * 2 + side) * Y + y);
+      }
+      CHECK(ScaleAt(down, 1, y, 0, x) == (Y + y) * X + x);
+    }
+  }
+}
+
+void TestExperts() {
+  CustomCall made;
+  made.Add("rows", ffi::F16, {N, A});
+  made.Add("gate_up", ffi::F16, {G, A, 2, B});
+  made.Add("down", ffi::F16, {G, B, A});
+  made.Add("group_sizes", ffi::S32, {G});
+  made.Add("-> h", ffi::F16, {N, B});
+  made.Add("-> out", ffi::F16, {N, A});
+  CheckExperts(Passes<ExpertsCall>(made).step, false, ElementType::kFloat16);
+  for (Operand& operand : made.operands) {
+    if (operand.dtype == ffi::F16) operand.dtype = ffi::F32;
+  }
+  CHECK(Refusal<ExpertsCall>(made).find("16 bits") != std::string::npos);
+}
+
+void TestCodeExperts() {
+  for (const bool is_float : {false, true}) {
+    CustomCall made;
+    made.Add("rows", kCode, {N, A});
+    made.Add("row_scales", ffi::F32, {N, X});
+    made.Add("gate_up", kCode, {G, 2, B, A});
+    made.Add("gate_up_scales", ffi::F32, {G, X, 2, Y});
+    made.Add("down", kCode, {G, A, B});
+    made.Add("down_scales", ffi::F32, {G, Y, X});
+    made.Add("group_sizes", ffi::S32, {G});
+    made.Add("-> h", kCode, {N, B});
+    made.Add("-> h_scales", ffi::F32, {N, Y});
+    made.Add("-> out", is_float ? ffi::F32 : ffi::F16, {N, A});
+    made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "float16")}};
+    const ExpertsStep step = Passes<CodeExpertsCall>(made).step;
+    CheckExperts(step, true, is_float ? ElementType::kBFloat16 : ElementType::kFloat16);
+    CHECK(step.out_element == (is_float ? ElementType::kFloat32 : ElementType::kFloat16));
+  }
+}
+
 void TestQuantizeMatrices() {
   for (const int64_t sides : {int64_t{1}, int64_t{2}}) {
     for (const bool turned : {false, true}) {
@@ -220,6 +278,8 @@ int main() {
   TestCodeRows();
   TestCodeGateUp();
   TestCodeDownBack();
+  TestExperts();
+  TestCodeExperts();
   TestQuantizeMatrices();
   TestAlignment();
   std::printf("all matmul operands passed\n");

@@ -101,8 +101,11 @@ struct Launch {
   uint32_t threads = 0;
   size_t shared_bytes = 0;
   std::function<void()> body;
-  uint32_t cluster = 1;  // blocks that begin together: 1 or 2
+  uint32_t cluster = 1;   // blocks that begin together: 1 or 2
+  bool early = false;     // whether it may begin before the previous launch has ended
+  uint32_t overlaps = 0;  // 1 until the previous launch has ended, if this one is early
   unsigned started = 0, ended = 0;
+  unsigned let_go = 0;  // blocks that let the next launch begin
 
   unsigned blocks() const { return grid.x * grid.y; }
 };
@@ -143,6 +146,7 @@ struct Block {
   Barrier barriers[kBarriers];
   std::vector<std::unique_ptr<Fiber>> fibers;
   uint32_t live = 0;
+  bool let_go = false;  // whether a thread let the next launch begin
   // For blocks in clusters. `fenced` is what bulk copies and products see of ordinary stores to
   // shared memory: those before a fence, which the next check takes over.
   std::shared_ptr<Cluster> cluster;
@@ -321,9 +325,13 @@ void* SharedObject(std::type_index type, size_t bytes);
 // Dies unless the bytes are aligned and in one allocation.
 void CheckGlobal(const void* at, size_t bytes, size_t align, const char* what);
 void Enqueue(Launch launch, EmulatedStream* stream);
-// The first launch of each stream that has any.
+// The first launch of each stream that has any, and the next one if it may begin already.
 std::vector<Launch*> FirstLaunches();
 void PopEnded();
+// Lets the next launch on the stream begin, if it is early, once all blocks have called this or
+// have ended. The other function waits, in an early launch, for the end of the previous one.
+void LetNextLaunchBegin();
+void AwaitPreviousLaunch();
 
 inline uint8_t* SharedBytes() { return current->block->shared.at; }
 

@@ -18,12 +18,15 @@
 namespace jax_ep {
 namespace {
 
+using cuda::ExpertsStep;
 using cuda::MatmulKind;
 using cuda::MatmulStep;
 using Format = Fp8Block128Format;
 
-constexpr const char* kNames[] = {"rows",  "rows_transposed", "gate_up",      "down_back",
-                                  "outer", "code_rows",       "code_gate_up", "code_down_back"};
+constexpr const char* kNames[] = {"rows",         "rows_transposed", "gate_up",
+                                  "down_back",    "outer",           "code_rows",
+                                  "code_gate_up", "code_down_back",  "experts"};
+constexpr int64_t kExperts = std::size(kNames) - 1;  // both products; the others are kinds
 constexpr int64_t kBlock = Format::kBlock;
 constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 
@@ -553,6 +556,58 @@ void Run(const Draws& draws, Random& random) {
   emulator::Reset();
 }
 
+// Both products of experts give, bit for bit, what each gives when it is called alone.
+void RunExperts(Random& random) {
+  const bool codes = random.OneIn(2);
+  Draws up = Draw(random, codes ? MatmulKind::kCodeGateUp : MatmulKind::kGateUp);
+  up.both = false, up.scales_transposed = true;
+  Draws down = up;
+  down.kind = codes ? MatmulKind::kCodeRows : MatmulKind::kRows;
+  std::swap(down.left_columns, down.columns);
+  if (codes && random.OneIn(2)) down.out = ElementType::kFloat32;
+  CurrentCase() = "experts: " + Text(up);
+  const Case first(up, random), second(down, random);
+  MatmulStep alone = second.step;
+  alone.left = first.step.out, alone.left_scales = first.step.out_scales;
+  cudaStream_t stream;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  CHECK(cuda::GroupedMatmul(first.step, stream) == cudaSuccess);
+  CHECK(cuda::GroupedMatmul(alone, stream) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+  const int64_t n = up.rows, hidden = up.left_columns, inner = up.columns;
+  const int64_t out_bytes = hidden * ElementBytes(down.out), h_bytes = inner * (codes ? 1 : 2);
+  const Array<uint8_t> h(n * h_bytes), out(n * out_bytes);
+  const Array<float> h_scales(codes ? n * inner / kBlock : 0);
+  const ExpertsStep step{.codes = codes,
+                         .element = up.element,
+                         .out_element = down.out,
+                         .rows = n,
+                         .groups = up.groups(),
+                         .hidden = hidden,
+                         .inner = inner,
+                         .sizes = first.step.sizes,
+                         .left = first.step.left,
+                         .left_scales = first.step.left_scales,
+                         .gate_up = first.step.right,
+                         .gate_up_scales = first.step.right_scales,
+                         .down = second.step.right,
+                         .down_scales = second.step.right_scales,
+                         .h = h.data(),
+                         .h_scales = h_scales.data(),
+                         .out = out.data()};
+  CHECK(cuda::ApplyExperts(step, stream) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+  const int64_t held = first.starts.back();
+  const auto same = [&](const void* one, const void* other, int64_t row_bytes) {
+    return held == 0 || std::memcmp(one, other, static_cast<size_t>(held * row_bytes)) == 0;
+  };
+  CHECK(same(h.data(), first.out.data(), h_bytes));
+  CHECK(!codes || same(h_scales.data(), first.out_scales.data(), inner / kBlock * 4));
+  CHECK(same(out.data(), second.out.data(), out_bytes));
+  CHECK(out.unchanged(held * out_bytes, n * out_bytes));
+  emulator::Reset();
+}
+
 // Steps that do not fit are refused.
 void CheckRefusals(Random& random) {
   Draws draws = Draw(random, MatmulKind::kRows);
@@ -586,14 +641,15 @@ void CheckRefusals(Random& random) {
 }
 
 int Main(int argc, char** argv) {
-  const auto [only, seed, draws] = Asked(argc, argv, 24);
+  const auto [only, seed, draws] = Asked(argc, argv, 27);
   Random random(seed);
   CHECK(cuda::MatmulSupported() && cuda::PreloadMatmulKernels() == cudaSuccess);
   constexpr int64_t kKinds = std::size(kNames);
   int64_t kind = std::find(std::begin(kNames), std::end(kNames), only) - std::begin(kNames);
   if (kind == kKinds) CheckRefusals(random);
   for (int64_t i = 0; i < draws; ++i) {
-    Run(Draw(random, static_cast<MatmulKind>(kind < kKinds ? kind : i % kKinds)), random);
+    const int64_t of = kind < kKinds ? kind : i % kKinds;
+    of == kExperts ? RunExperts(random) : Run(Draw(random, static_cast<MatmulKind>(of)), random);
   }
   std::printf("%lld matmuls: right\n", static_cast<long long>(draws));
   return 0;

@@ -139,13 +139,18 @@ void Enqueue(Launch launch, EmulatedStream* stream) {
         launch.grid.x, launch.grid.y, launch.grid.z, launch.threads, launch.cluster,
         launch.shared_bytes);
   }
+  launch.overlaps = launch.early && !stream->queue.empty() ? 1 : 0;
   stream->queue.push_back(std::make_unique<Launch>(std::move(launch)));
 }
 
 std::vector<Launch*> FirstLaunches() {
   std::vector<Launch*> launches;
   ForEachStream([&](EmulatedStream& stream) {
-    if (!stream.queue.empty()) launches.push_back(stream.queue.front().get());
+    if (stream.queue.empty()) return;
+    const Launch& first = *stream.queue.front();
+    launches.push_back(stream.queue.front().get());
+    if (stream.queue.size() == 1 || first.let_go < first.blocks()) return;
+    if (stream.queue[1]->early) launches.push_back(stream.queue[1].get());
   });
   return launches;
 }
@@ -156,6 +161,7 @@ void PopEnded() {
   ForEachStream([](EmulatedStream& stream) {
     if (!stream.queue.empty() && stream.queue.front()->ended == stream.queue.front()->blocks()) {
       stream.queue.pop_front();
+      if (!stream.queue.empty()) stream.queue.front()->overlaps = 0;
     }
   });
 }

@@ -81,8 +81,10 @@ void GoToHost() {
 
 void RunThread() {
   Acquire(&host);
-  Acquire(current->block->launch->follows);
-  current->block->launch->body();
+  const Launch& launch = *current->block->launch;
+  // An early launch follows the one before the previous one, which released the same place.
+  Acquire(launch.overlaps == 0 ? launch.follows : launch.ends);
+  launch.body();
   Release(current->block->launch->ends);
   if (current->block->cluster != nullptr) {
     // Whatever writes to a block's shared memory must be done before the block ends.
@@ -174,6 +176,7 @@ void End(Block* block) {
   FreeGuarded(block->shared);
   for (const auto& [type, memory] : block->objects) FreeGuarded(memory);
   ++block->launch->ended;
+  if (!block->let_go) ++block->launch->let_go;
   delete block;
 }
 
@@ -362,6 +365,18 @@ void SleepWhile(const uint32_t* word, uint32_t value, const char* where) {
   current->wait_on = word;
   current->wait_value = value;
   Yield(where);
+}
+
+void LetNextLaunchBegin() {
+  Block& block = *current->block;
+  if (!block.let_go) ++block.launch->let_go;
+  block.let_go = true;
+}
+
+void AwaitPreviousLaunch() {
+  const Launch& launch = *current->block->launch;
+  while (launch.overlaps != 0) SleepWhile(&launch.overlaps, 1, "AwaitPreviousLaunch");
+  Acquire(launch.follows);
 }
 
 void RunAll() {

@@ -60,12 +60,17 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 using cudaStream_t = struct EmulatedStream*;
 enum { cudaStreamNonBlocking = 1 };
 struct cudaFuncAttributes {};
-enum cudaLaunchAttributeID { cudaLaunchAttributePriority, cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributePriority,
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int priority;
     dim3 clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {

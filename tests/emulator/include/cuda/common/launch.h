@@ -17,9 +17,11 @@ namespace jax_ep::cuda {
 
 template <typename... Params>
 cudaError_t LaunchClusters(void (*kernel)(Params...), uint32_t cluster, dim3 grid, int threads,
-                           size_t shared_bytes, cudaStream_t stream, const Params&... params) {
+                           size_t shared_bytes, bool early, cudaStream_t stream,
+                           const Params&... params) {
   emulator::Launch launch;
   launch.cluster = cluster;
+  launch.early = early;
   launch.grid = grid;
   launch.threads = static_cast<uint32_t>(threads);
   launch.shared_bytes = shared_bytes;
@@ -31,13 +33,15 @@ cudaError_t LaunchClusters(void (*kernel)(Params...), uint32_t cluster, dim3 gri
 template <typename... Params>
 cudaError_t Launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
                    cudaStream_t stream, std::type_identity_t<Params>... params) {
-  return LaunchClusters<Params...>(kernel, 1, grid, threads, shared_bytes, stream, params...);
+  return LaunchClusters<Params...>(kernel, 1, grid, threads, shared_bytes, false, stream,
+                                   params...);
 }
 
 template <typename... Params>
 cudaError_t LaunchInPairs(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
-                          cudaStream_t stream, std::type_identity_t<Params>... params) {
-  return LaunchClusters<Params...>(kernel, 2, grid, threads, shared_bytes, stream, params...);
+                          bool early, cudaStream_t stream, std::type_identity_t<Params>... params) {
+  return LaunchClusters<Params...>(kernel, 2, grid, threads, shared_bytes, early, stream,
+                                   params...);
 }
 
 // Emulated blocks all run at once.

@@ -45,6 +45,11 @@ inline void MbarrierArriveAt(uint32_t barrier, uint32_t rank) {
 }
 inline float LoadShared(uint32_t address) { return *SharedPointer<float>(address); }
 
+// ---- Kernels that overlap -----------------------------------------------------------------------
+
+inline void LetNextKernelBegin() { emulator::LetNextLaunchBegin(); }
+inline void AwaitPreviousKernel() { emulator::AwaitPreviousLaunch(); }
+
 // ---- Tensor copies ------------------------------------------------------------------------------
 
 struct BoxPlace {
