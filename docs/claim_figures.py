@@ -7,7 +7,6 @@ import matmul_tables
 import scale_model
 
 from benchmarks.layers import report as layer_report
-from benchmarks.layers.decode_steps import DRAWS
 from benchmarks.overlap import report as overlap_report
 from jax_ep._cli.bench import report as call_report
 
@@ -420,22 +419,13 @@ def tried(variant, beside=AS_IT_IS):
 
 
 def decode_traces(record):
-    """Microseconds on the GPU and in all, of three kinds of steps.
+    """Microseconds on the GPU and in all, of a step of 1 token in bfloat16.
 
-    These are steps of 1 and of 128 tokens without experts, and a layer of 1 token.
+    The first two are without experts.
     """
-    rows = {
-        row["tokens"]: row
-        for row in record["results"]
-        if row["part"] == "layer" and row["way"] == "bf16"
-    }
-    for tokens, part, time in (
-        (1, "exchange", "exchange_us"),
-        (128, "exchange", "exchange_us"),
-        (1, "layer", "us"),
-    ):
-        row = rows[tokens]
-        yield row["traces"][part]["span_us"] / record.get("steps", DRAWS)
+    row = pick(record["results"], part="layer", way="bf16", tokens=1)
+    for part, time in (("exchange", "exchange_us"), ("layer", "us")):
+        yield row["traces"][part]["span_us"] / record["steps"]
         yield row[time]
 
 
@@ -448,15 +438,14 @@ def four_bits_by_card(*records):
 
 
 def experts_of_a_step(record):
-    """Microseconds of 16 rows with "mxfp4" weights and of their read: kernels, and all.
-
-    In this record a call has a step for each draw, or one read.
-    """
-    for way, times in (("mxfp4", DRAWS), ("read", 1)):
-        row = pick(record["results"], rows=16, way=way, format="mxfp4")
-        (traced,) = row["traces"].values()
-        yield traced["span_us"] / times
-        yield row["us"]
+    """Microseconds of 16 rows with "mxfp4" weights, repeated and alone; of a read."""
+    step, read = (
+        pick(record["results"], rows=16, way=way, format="mxfp4")
+        for way in ("mxfp4", "read")
+    )
+    yield step["us"]
+    yield step["traces"]["experts"]["span_us"] / record["steps"]
+    yield read["us"]
 
 
 def four_bits_profiled(record):

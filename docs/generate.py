@@ -107,6 +107,13 @@ def on_the_link(part):
     return from_newest("p2p", part, BOUND_BY_THE_LINK)
 
 
+def formats():
+    """Shows the newest record of 4 GPUs, then that of 2."""
+    counts = BOUND_BY_THE_LINK, 2
+    parts = (from_newest("formats", performance_tables.formats, n) for n in counts)
+    return "\n\n".join(parts)
+
+
 def targets():
     found = (newest(prefix, BOUND_BY_THE_LINK) for prefix in ("p2p", "formats"))
     return performance_tables.targets(*found, table)
@@ -187,7 +194,7 @@ def main():
         (BENCHMARKS, "ragged_ways", call_tables.ragged_ways()),
         (BENCHMARKS, "targets", targets()),
         (BENCHMARKS, "others", other_calls()),
-        (BENCHMARKS, "formats", from_newest("formats", performance_tables.formats)),
+        (BENCHMARKS, "formats", formats()),
         (BENCHMARKS, "codes", from_newest("codes", performance_tables.formats)),
         (BENCHMARKS, "host", from_newest("host", performance_tables.host)),
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
