@@ -73,10 +73,10 @@ def by_turns(runs, seconds):
     `runs` has pairs: a function of the call's number, and how many steps a call makes.
     """
     times, calls = {name: [] for name in runs}, {}
+    measured = min(MEASURED_S, seconds)
     for name, (run, _) in runs.items():
         jax.block_until_ready([run(call) for call in range(2)])
-        most = min(MEASURED_S, seconds)
-        calls[name] = max(1, math.ceil(most / timing.seconds(run, 4, IN_FLIGHT)))
+        calls[name] = max(1, math.ceil(measured / timing.seconds(run, 4, IN_FLIGHT)))
     turns, end = 0, time.monotonic() + seconds * len(runs)
     while turns < 3 or time.monotonic() < end:
         turns += 1
