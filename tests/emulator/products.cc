@@ -226,10 +226,31 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   host.Run();
   Read(block, product, false, left);
   Read(block, product, true, right);
-  if (product.columns == 256) {
-    Multiply<256>(left, right, 16, product.add, action.sums->at);
-  } else {
-    Multiply<128>(left, right, 32, product.add, action.sums->at);
+  const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
+  const auto multiply = [&]<uint32_t kColumns>() {
+    Multiply<kColumns>(left, right, steps, product.add, action.sums->at);
+  };
+  switch (product.columns) {
+    case 8:
+      multiply.operator()<8>();
+      break;
+    case 16:
+      multiply.operator()<16>();
+      break;
+    case 32:
+      multiply.operator()<32>();
+      break;
+    case 64:
+      multiply.operator()<64>();
+      break;
+    case 128:
+      multiply.operator()<128>();
+      break;
+    case 256:
+      multiply.operator()<256>();
+      break;
+    default:
+      Die("a product of %u columns", product.columns);
   }
   action.done = true;
   ++warpgroup.done;

@@ -9,6 +9,9 @@ namespace {
 // Kernels count rows, groups and columns in int32.
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
+// Up to this many rows per group on average, kernels for few rows are faster.
+constexpr int64_t kFewRows = 64;
+
 // Row scales are indexed in uint32.
 constexpr int64_t kMostScales = int64_t{1} << 32;
 
@@ -35,8 +38,7 @@ bool Has(ElementType element) {
   return element == ElementType::kBFloat16;
 }
 
-// `early` is as in MultiplyKind.
-cudaError_t Multiply(const MatmulStep& step, bool early, cudaStream_t stream) {
+cudaError_t Multiply(const MatmulStep& step, MatmulWay way, cudaStream_t stream) {
   if (!Fits(step)) return cudaErrorInvalidValue;
   if (!MatmulSupported()) return cudaErrorNotSupported;
   if (step.groups == 0) return cudaSuccess;
@@ -50,7 +52,7 @@ cudaError_t Multiply(const MatmulStep& step, bool early, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   ForEachMatmul([&]<MatmulKind kKind, typename Element>() {
     if (step.kind == kKind && Has<Element>(step.element)) {
-      error = MultiplyKind<kKind, Element>(step, early, stream);
+      error = MultiplyKind<kKind, Element>(step, way, stream);
     }
   });
   return error;
@@ -67,12 +69,14 @@ bool MatmulSupported() {
 }
 
 cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
-  return Multiply(step, false, stream);
+  return Multiply(step, {}, stream);
 }
 
 cudaError_t ApplyExperts(const ExpertsStep& step, cudaStream_t stream) {
-  const cudaError_t error = Multiply(step.GateUp(), false, stream);
-  return error == cudaSuccess ? Multiply(step.Down(), true, stream) : error;
+  const bool few = step.rows <= kFewRows * step.groups;
+  const cudaError_t error = Multiply(step.GateUp(), {.few_rows = few}, stream);
+  if (error != cudaSuccess) return error;
+  return Multiply(step.Down(), {.early = true, .few_rows = few}, stream);
 }
 
 cudaError_t PreloadMatmulKernels() {

@@ -306,6 +306,51 @@ __device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uin
       : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));
 }
 
+// The same products with columns of a matrix on the left and few rows on the right:
+// sums [64, kRows] (+)= left [64, k] * right [k, kRows], where k is 32 bytes. A lane's elements 4 * c
+// to 4 * c + 3 are of column 16 * w + l / 4, then of the column 8 further, each for rows
+// 8 * c + 2 * (l % 4) and the next one. The right operand lies along; the left one across for 16-bit
+// elements, and along for codes, whose Element is void.
+template <typename Element, int kRows>
+__device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t left,
+                                             uint64_t right, bool add);
+
+#define JAX_EP_SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define JAX_EP_SUMS_8(i) JAX_EP_SUMS_4(i), JAX_EP_SUMS_4(i + 4)
+#define JAX_EP_SUMS_16(i) JAX_EP_SUMS_8(i), JAX_EP_SUMS_8(i + 8)
+#define JAX_EP_SUMS_32(i) JAX_EP_SUMS_16(i), JAX_EP_SUMS_16(i + 16)
+#define JAX_EP_WGMMA_FEW(kElement, kRows, kShape, kModes, kNames, kLeft, kRight, kAdd, kSums)     \
+  template <>                                                                                     \
+  __device__ __forceinline__ void WgmmaFewRows<kElement, kRows>(                                  \
+      float (&sums)[kRows / 2], uint64_t left, uint64_t right, bool add) {                        \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " kAdd                                     \
+                 ", 0;\nwgmma.mma_async.sync.aligned." kShape " {" kNames "}, " kLeft ", " kRight  \
+                 ", add, " kModes ";\n}"                                                          \
+                 : kSums(0)                                                                       \
+                 : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));                       \
+  }
+#define JAX_EP_NAMES_4 "%0, %1, %2, %3"
+#define JAX_EP_NAMES_8 JAX_EP_NAMES_4 ", %4, %5, %6, %7"
+#define JAX_EP_NAMES_16 JAX_EP_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAX_EP_NAMES_32                                                                     \
+  JAX_EP_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+                  "%30, %31"
+#define JAX_EP_WGMMA_FEW_OF(kElement, kSuffix, kModes)                                            \
+  JAX_EP_WGMMA_FEW(kElement, 8, "m64n8" kSuffix, kModes, JAX_EP_NAMES_4, "%4", "%5", "%6",        \
+                   JAX_EP_SUMS_4)                                                                 \
+  JAX_EP_WGMMA_FEW(kElement, 16, "m64n16" kSuffix, kModes, JAX_EP_NAMES_8, "%8", "%9", "%10",     \
+                   JAX_EP_SUMS_8)                                                                 \
+  JAX_EP_WGMMA_FEW(kElement, 32, "m64n32" kSuffix, kModes, JAX_EP_NAMES_16, "%16", "%17", "%18",  \
+                   JAX_EP_SUMS_16)                                                                \
+  JAX_EP_WGMMA_FEW(kElement, 64, "m64n64" kSuffix, kModes, JAX_EP_NAMES_32, "%32", "%33", "%34",  \
+                   JAX_EP_SUMS_32)
+// The modes are those of the scales of both operands and, of 16 bits, whether each lies across.
+JAX_EP_WGMMA_FEW_OF(BFloat16, "k16.f32.bf16.bf16", "1, 1, 1, 0")
+JAX_EP_WGMMA_FEW_OF(Float16, "k16.f32.f16.f16", "1, 1, 1, 0")
+JAX_EP_WGMMA_FEW_OF(void, "k32.f32.e4m3.e4m3", "1, 1")
+#undef JAX_EP_WGMMA_FEW_OF
+#undef JAX_EP_WGMMA_FEW
+
 // ---- A warp's registers to shared memory --------------------------------------------------------
 
 // Stores four 8 x 8 matrices of 16-bit elements. In lane l, words[m] holds element
@@ -316,6 +361,14 @@ __device__ __forceinline__ void StoreMatrices(void* line, const uint32_t (&words
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
       : "memory");
+}
+
+// The same with each matrix transposed: row l % 8 is then of elements (0, l % 8) to (7, l % 8).
+__device__ __forceinline__ void StoreTransposed(void* line, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   SharedAddress(line)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // Stores 16 bytes of zeros. Several threads may do so at one place, and another warpgroup's wgmma

@@ -6,10 +6,20 @@
 
 namespace jax_ep::cuda {
 
-// `step` suits the kind, and all its sizes are positive. With `early` its right operand and sizes
-// are read before the previous kernel on the stream has ended.
+// How a product runs.
+struct MatmulWay {
+  bool early = false;  // its right operand and sizes are read before the previous kernel has ended
+  bool few_rows = false;  // by the kernel for few rows per group, in kinds that have one
+};
+
+template <MatmulKind kKind>
+inline constexpr bool kHasFewRows = kKind == MatmulKind::kRows || kKind == MatmulKind::kGateUp ||
+                                    kKind == MatmulKind::kCodeRows ||
+                                    kKind == MatmulKind::kCodeGateUp;
+
+// `step` suits the kind, and all its sizes are positive.
 template <MatmulKind kKind, typename Element>
-cudaError_t MultiplyKind(const MatmulStep& step, bool early, cudaStream_t stream);
+cudaError_t MultiplyKind(const MatmulStep& step, MatmulWay way, cudaStream_t stream);
 
 template <MatmulKind kKind, typename Element>
 cudaError_t PreloadKind();

@@ -122,8 +122,8 @@ cudaError_t LaunchMatmul(const MatmulStep& step, bool early, cudaStream_t stream
                        kMatmulSharedBytes<Traits::kCodes>, early, stream, maps, arguments);
 }
 
-// Calls `run(Traits)` for the kernels of a kind until one fails. `out` says for which kernel, or
-// for all of them if it is kEither. Outer products have a kernel for each result type, because one
+// Calls `run(Traits)` for the kernels of a kind until one fails, those for few rows last. `out` says
+// for which result type, or for all of them if it is kEither. Outer products have a kernel for each result type, because one
 // for both would spill registers.
 template <MatmulKind kKind, typename Element, typename Run>
 cudaError_t ForOut(Out out, Run run) {
@@ -134,16 +134,23 @@ cudaError_t ForOut(Out out, Run run) {
     return run(MatmulTraits<kKind, Element, Out::kFloat32>{});
   } else {
     constexpr Out kOut = kKind == MatmulKind::kCodeRows ? Out::kEither : Out::kElement;
-    return run(MatmulTraits<kKind, Element, kOut>{});
+    cudaError_t error = run(MatmulTraits<kKind, Element, kOut>{});
+    if constexpr (kHasFewRows<kKind>) {
+      if (error == cudaSuccess) error = run(MatmulTraits<kKind, Element, kOut, true>{});
+    }
+    return error;
   }
 }
 
 template <MatmulKind kKind, typename Element>
-cudaError_t MultiplyKind(const MatmulStep& step, bool early, cudaStream_t stream) {
+cudaError_t MultiplyKind(const MatmulStep& step, MatmulWay way, cudaStream_t stream) {
   const bool is_float = step.out_element == ElementType::kFloat32;
   return ForOut<kKind, Element>(
       is_float ? Out::kFloat32 : Out::kElement,
-      [&]<typename Traits>(Traits) { return LaunchMatmul<Traits>(step, early, stream); });
+      [&]<typename Traits>(Traits) {
+        const bool is_this = Traits::kFew == (way.few_rows && kHasFewRows<kKind>);
+        return is_this ? LaunchMatmul<Traits>(step, way.early, stream) : cudaSuccess;
+      });
 }
 
 template <MatmulKind kKind, typename Element>
@@ -155,8 +162,8 @@ cudaError_t PreloadKind() {
 }
 
 #define JAX_EP_MATMUL(kKind, Element)                                                    \
-  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&, bool, \
-                                                                cudaStream_t);           \
+  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&,       \
+                                                                MatmulWay, cudaStream_t); \
   template cudaError_t PreloadKind<MatmulKind::kKind, Element>();
 
 }  // namespace jax_ep::cuda

@@ -53,7 +53,8 @@ struct UnitPlan {
 
 // Finds the units of this block's cluster, one after the other. All methods are called by a
 // whole warp.
-template <bool kOuter>
+// With kFew all tiles are halves, of up to kHalfRows rows.
+template <bool kOuter, bool kFew>
 class UnitWalk {
  public:
   __device__ UnitWalk(const UnitPlan& plan, uint32_t step_rows)
@@ -105,7 +106,11 @@ class UnitWalk {
 
  private:
   __device__ static int32_t Whole(int32_t rows) {
-    return rows / kTileRows + (rows % kTileRows > kHalfRows);
+    return kFew ? 0 : rows / kTileRows + (rows % kTileRows > kHalfRows);
+  }
+  __device__ static int32_t Halves(int32_t rows) {
+    if (kFew) return (rows + kHalfRows - 1) / kHalfRows;
+    return rows % kTileRows != 0 && rows % kTileRows <= kHalfRows;
   }
   __device__ int32_t RowsOf(int32_t size) const { return kOuter ? plan_.outer_rows : size; }
   __device__ int32_t ColumnPairs() const { return (plan_.column_tiles + 1) / 2; }
@@ -114,7 +119,7 @@ class UnitWalk {
     return whole / 2 * plan_.column_tiles + whole % 2 * ColumnPairs();
   }
   __device__ int32_t HalfUnits(int32_t rows) const {
-    return rows % kTileRows != 0 && rows % kTileRows <= kHalfRows ? ColumnPairs() : 0;
+    return Halves(rows) * ColumnPairs();
   }
 
   __device__ void Place(Tile& tile, const GroupPiece& unit, bool is_half) const {
@@ -122,20 +127,23 @@ class UnitWalk {
     const int32_t rows = RowsOf(unit.size);
     const int32_t index = unit.index;
     const int32_t pairs = Whole(rows) / 2;
-    int32_t row_tile, column_tile;
+    int32_t first, column_tile;  // the first row
     if (!is_half && index < pairs * plan_.column_tiles) {
       // Neighbouring clusters share columns, so that the right operand is read from L2.
       tile.sharing = Sharing::kRight;
-      row_tile = 2 * (index % pairs) + rank;
+      first = kTileRows * (2 * (index % pairs) + rank);
       column_tile = index / pairs;
     } else {
       tile.sharing = is_half ? Sharing::kLeftHalf : Sharing::kLeft;
-      row_tile = is_half ? rows / kTileRows : 2 * pairs;
-      column_tile = 2 * (is_half ? index : index - pairs * plan_.column_tiles) + rank;
+      const int32_t halves = kFew ? Halves(rows) : 1;
+      first = is_half && kFew ? kHalfRows * (index % halves)
+              : is_half       ? rows / kTileRows * kTileRows
+                              : kTileRows * 2 * pairs;
+      column_tile = 2 * (is_half ? index / halves : index - pairs * plan_.column_tiles) + rank;
     }
     tile.group = unit.group;
-    tile.row = (kOuter ? 0 : unit.start) + row_tile * kTileRows;
-    tile.rows = min(rows - row_tile * kTileRows, kTileRows);
+    tile.row = (kOuter ? 0 : unit.start) + first;
+    tile.rows = min(rows - first, kFew ? kHalfRows : kTileRows);
     tile.column = column_tile * plan_.tile_columns;
     tile.first = unit.start;
     tile.contracted = unit.size;
@@ -209,10 +217,10 @@ __device__ __forceinline__ bool HasGivenUp(const TileRing& ring) {
 }
 
 // Finds all tiles of this block. Called by a whole warp.
-template <bool kOuter>
+template <bool kOuter, bool kFew>
 __device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_rows,
                                           TileRing& ring) {
-  UnitWalk<kOuter> walk(plan, step_rows);
+  UnitWalk<kOuter, kFew> walk(plan, step_rows);
   RingCursor<TileRing::kSlots> at;
   for (bool more = true; more; ++at.passed) {
     const Tile tile = walk.Next();

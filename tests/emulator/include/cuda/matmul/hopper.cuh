@@ -112,12 +112,32 @@ inline void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right, bool ad
   emulator::IssueProduct({emulator::Operands::kE4M3, 128, false, false, add, left, right}, sums);
 }
 
+template <typename Element, int kRows>
+void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t left, uint64_t right, bool add) {
+  constexpr bool kCodes = std::is_void_v<Element>;
+  constexpr auto kOperands = kCodes                              ? emulator::Operands::kE4M3
+                             : std::is_same_v<Element, Float16> ? emulator::Operands::kFloat16
+                                                                : emulator::Operands::kBFloat16;
+  emulator::IssueProduct({kOperands, kRows, !kCodes, false, add, left, right}, sums);
+}
+
 // ---- A warp's registers to shared memory --------------------------------------------------------
 
 inline void StoreMatrices(void* line, const uint32_t (&words)[4]) {
   const auto* all = emulator::ExchangeWords({words[0], words[1], words[2], words[3]}, "stmatrix");
   const uint32_t lane = emulator::Lane();
   const auto word = [&](uint32_t i) { return all[lane % 8 * 4 + i][lane / 8]; };
+  *static_cast<uint4*>(line) = make_uint4(word(0), word(1), word(2), word(3));
+}
+
+inline void StoreTransposed(void* line, const uint32_t (&words)[4]) {
+  const auto* all =
+      emulator::ExchangeWords({words[0], words[1], words[2], words[3]}, "stmatrix.trans");
+  const uint32_t lane = emulator::Lane();
+  const auto element = [&](uint32_t row) {
+    return all[row * 4 + lane % 8 / 2][lane / 8] >> lane % 2 * 16 & 0xFFFF;
+  };
+  const auto word = [&](uint32_t i) { return element(2 * i) | element(2 * i + 1) << 16; };
   *static_cast<uint4*>(line) = make_uint4(word(0), word(1), word(2), word(3));
 }
 
