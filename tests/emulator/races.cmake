@@ -50,7 +50,7 @@ mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
 
 # What scales are read by, tiles, and the lines of a drain; who zeros what a copy has brought; and
 # blocks that end while the other one still arrives.
-mutant(race_matmul_scales matmul/kernel.cuh
+mutant(race_matmul_scales matmul/stages.cuh
        "    // Other lanes may still read scales, or miss the end of the phase that they wait for.
     __syncwarp();" "" matmul/codes.cu "${RACE}" "matmul code_down_back 1 12")
 mutant(race_matmul_tiles matmul/units.cuh "    if (HasGivenUp(ring_)) tile.steps = -1;\n" ""
