@@ -248,6 +248,8 @@ def _four_bits(
         return None
     groups, _, *rest = weights.shapes[which == "down"]
     scales = rows.scales if rows.scales is None else rows.scales.astype(jnp.float32)
+    # Once here, since every tile of columns would decode them again. It is exact.
+    values = rows.values.astype(jnp.bfloat16)
 
     def multiply(dtype: Any) -> jax.Array:
         many = plain and rows.values.shape[0] > FEW_ROWS * groups
@@ -261,9 +263,7 @@ def _four_bits(
             return kernels.rows(rows.values, merged, sizes)
         both = which == "gate_up" and not gate_up
         columns = rest[-1] * (2 if both else 1)
-        out = kernels.four_bits(
-            rows.values, scales, tiles, sizes, columns, dtype, gate_up
-        )
+        out = kernels.four_bits(values, scales, tiles, sizes, columns, dtype, gate_up)
         return four_bits.side_by_side(out) if both else out
 
     return multiply

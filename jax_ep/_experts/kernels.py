@@ -306,8 +306,8 @@ def four_bits(
     """Multiplies rows by matrices of four bits, which are read once for few rows.
 
     Args:
-        rows: bfloat16 `[N, A]`, or codes.
-        scales: the scales of codes, `[N, A / 128]`; None for bfloat16 rows.
+        rows: bfloat16 `[N, A]`.
+        scales: None, or float32 `[N, A / 128]` by which rows are multiplied.
         tiles: what `four_bits.tiles` returned.
         sizes: int32 `[L]`.
         columns: B.

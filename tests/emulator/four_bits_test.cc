@@ -166,7 +166,8 @@ void Run(const Draws& draws, Random& random) {
       if (draws.codes) {
         const uint8_t code =
             static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
-        left[row * k + i] = code;
+        const BFloat16 element = FromFloat<BFloat16>(E4M3::Decode(code));  // exact
+        std::memcpy(left + (row * k + i) * 2, &element, 2);
         value = double{E4M3::Decode(code)} * scales[row * (k / 128) + i / 128];
       } else {
         const float drawn = static_cast<float>(random.In(-1000, 1000)) / 256;

@@ -201,7 +201,7 @@ def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
     sums, sizes_of_sums = products(values, matrices.reshape(len(sizes), a, -1), sizes)
     for dtype, unit in ((jnp.float32, 2.0**-23), (jnp.bfloat16, 2.0**-8)):
         found = kernels.four_bits(
-            rows.values,
+            rows.values.astype(jnp.bfloat16),
             scales,
             tiles,
             jnp.array(sizes, jnp.int32),

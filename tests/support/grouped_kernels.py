@@ -244,11 +244,8 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
 
 def four_bits(rows, scales, tiles, sizes, columns, dtype, gate_up):
     assert dtype in (jnp.bfloat16, jnp.float32)
-    if scales is None:
-        assert rows.dtype == jnp.bfloat16
-        values = rows
-    else:
-        values = _values(Codes(rows, scales))
+    assert rows.dtype == jnp.bfloat16
+    values = rows if scales is None else _values(Codes(rows, scales))
     sums = product(values, values_of_tiles(tiles, 2 if gate_up else 1), sizes)
     if gate_up:
         gate, up = jnp.split(sums, 2, axis=1)

@@ -230,18 +230,18 @@ struct CodeExpertsCall : BothCall<MatmulKind::kCodeGateUp> {
 
 // ---- Of four bits -------------------------------------------------------------------------------
 
-// Rows are bfloat16 or, if `coded`, codes. With two sides, gate and up, SwiGLU is applied.
+// Rows are bfloat16, and `scaled` says whether they have scales. With two sides, gate and up, SwiGLU
+// is applied.
 template <int64_t kSides>
 struct FourBitCall : Call<FourBitStep> {
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &FourBitStep::left)
-                     .If(kCoded, {Dim::N, Dim::A}, Kind::kCode),
-                 Arg<F32>("row_scales", {Dim::N, Dim::X}, &FourBitStep::left_scales).When(kCoded),
+      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &FourBitStep::left),
+                 Arg<F32>("row_scales", {Dim::N, Dim::X}, &FourBitStep::left_scales).When(kScaled),
                  Arg<U8>("tiles", {Dim::G, Dim::Y, Dim::Z, kFourBitAtomBytes}, &FourBitStep::right),
                  Arg<I32>("group_sizes", {Dim::G}, &FourBitStep::sizes));
   static constexpr auto kResults =
       std::tuple(Ret<Output>("out", {Dim::N, Dim::B}, &FourBitStep::out));
-  static constexpr auto kAttributes = std::tuple(kCoded, kOutDtype);
+  static constexpr auto kAttributes = std::tuple(kScaled, kOutDtype);
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);
@@ -257,7 +257,7 @@ struct FourBitCall : Call<FourBitStep> {
     step.groups = sizes[Dim::G];
     step.left_columns = sizes[Dim::A];
     step.columns = sizes[Dim::B];
-    check.Require(coded || element == ElementType::kBFloat16, "rows must be bfloat16");
+    check.Require(element == ElementType::kBFloat16, "rows must be bfloat16");
     check.Require(step.out_element != ElementType::kFloat16, "out must be bfloat16 or float32");
   }
 };

@@ -87,6 +87,7 @@ struct CallState {
   bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
   bool with_residual = false, by_entry = false, with_entry_weights = false, with_shared = false;
   bool coded = false;   // tokens come as codes and scales
+  bool scaled = false;  // rows have scales
   bool keep = false;    // gate and up are a result
   bool turned = false;  // matrices of codes have the contracted dimension last, unlike their scales
   std::string_view format, scale_layout = "rows", combine_dtype, out_dtype;
@@ -173,6 +174,7 @@ inline constexpr auto kWithEntryWeights =
     Attr("with_entry_weights", &CallState::with_entry_weights);
 inline constexpr auto kWithShared = Attr("with_shared", &CallState::with_shared);
 inline constexpr auto kCoded = Attr("coded", &CallState::coded);
+inline constexpr auto kScaled = Attr("scaled", &CallState::scaled);
 inline constexpr auto kKeep = Attr("keep", &CallState::keep);
 inline constexpr auto kTurned = Attr("turned", &CallState::turned);
 inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);

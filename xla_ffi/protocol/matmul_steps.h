@@ -161,8 +161,8 @@ struct FourBitStep {
   int64_t left_columns;      // K
   int64_t columns;           // B, of each side; a multiple of the columns that a tile has of it
   const int32_t* sizes;      // [L]
-  const void* left;          // [N, K] of bfloat16, or e4m3 codes
-  const float* left_scales;  // [N, K / 128] of codes, else null
+  const void* left;          // [N, K] of bfloat16
+  const float* left_scales;  // null, or factors of `left` [N, K / 128]
   const uint8_t* right;
   void* out;  // [N, B]
 };

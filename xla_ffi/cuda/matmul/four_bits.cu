@@ -20,10 +20,10 @@ bool Fits(const FourBitStep& step) {
 }
 
 // Calls `visit(kernel, shared bytes, blocks per multiprocessor)` for one kernel.
-template <bool kCodes, bool kGateUp, typename Visit>
+template <bool kScaled, bool kGateUp, typename Visit>
 cudaError_t Visited(Visit visit) {
-  const auto kernel = FourBitKernel<kCodes, kGateUp>;
-  using Layout = FourBitLayout<kCodes>;
+  const auto kernel = FourBitKernel<kScaled, kGateUp>;
+  using Layout = FourBitLayout<kScaled>;
   const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(Layout::kBytes));
@@ -31,8 +31,8 @@ cudaError_t Visited(Visit visit) {
 }
 
 template <typename Visit>
-cudaError_t VisitKernel(bool codes, bool gate_up, Visit visit) {
-  if (codes) return gate_up ? Visited<true, true>(visit) : Visited<true, false>(visit);
+cudaError_t VisitKernel(bool scaled, bool gate_up, Visit visit) {
+  if (scaled) return gate_up ? Visited<true, true>(visit) : Visited<true, false>(visit);
   return gate_up ? Visited<false, true>(visit) : Visited<false, false>(visit);
 }
 
@@ -60,11 +60,11 @@ cudaError_t MultiplyFourBits(const FourBitStep& step, cudaStream_t stream) {
 
 cudaError_t PreloadFourBitKernels() {
   cudaError_t error = cudaSuccess;
-  for (const bool codes : {false, true}) {
+  for (const bool scaled : {false, true}) {
     for (const bool gate_up : {false, true}) {
       if (error != cudaSuccess) return error;
       error =
-          VisitKernel(codes, gate_up, [](auto kernel, uint32_t, int) { return Preload(kernel); });
+          VisitKernel(scaled, gate_up, [](auto kernel, uint32_t, int) { return Preload(kernel); });
     }
   }
   return error;

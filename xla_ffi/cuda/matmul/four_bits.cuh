@@ -15,7 +15,6 @@
 #include "cuda/matmul/hopper.cuh"
 #include "cuda/matmul/units.cuh"
 #include "cuda/matmul/warp_products.cuh"
-#include "formats/e4m3.h"
 
 namespace jax_ep::cuda {
 
@@ -38,15 +37,15 @@ struct FewRowsTile {
   int32_t column_tile;
 };
 
-// Shared memory. kCodes: whether rows are codes.
-template <bool kCodes>
+// Shared memory. kScaled: whether rows have scales.
+template <bool kScaled>
 struct FourBitLayout {
-  // Per multiprocessor. Decoding rows as well takes more registers.
-  static constexpr int kBlocks = kCodes ? 3 : 4;
+  // Per multiprocessor. Scales of rows take more registers.
+  static constexpr int kBlocks = kScaled ? 3 : 4;
   static constexpr uint32_t kStages = 3;
-  static constexpr uint32_t kRowBytes = kStageSteps * (kCodes ? 1 : 2);
+  static constexpr uint32_t kRowBytes = kStageSteps * 2;
   // What a lane reads of a row in an atom. Pieces are ordered by atom, tile and lane.
-  static constexpr uint32_t kPieceBytes = kCodes ? 8 : 16;
+  static constexpr uint32_t kPieceBytes = 16;
   static constexpr uint32_t kStageBytes =
       kWeightBytes + kAtomsOfStage * kFourBitRowTiles * kWarpSize * kPieceBytes;
   static constexpr uint32_t kBytes =
@@ -59,9 +58,9 @@ struct FourBitLayout {
   }
 };
 
-template <bool kCodes>
+template <bool kScaled>
 struct FourBitMemory {
-  using Layout = FourBitLayout<kCodes>;
+  using Layout = FourBitLayout<kScaled>;
 
   uint8_t* stages;
   uint64_t* full;      // per stage: ends when weights and rows are there
@@ -160,25 +159,15 @@ __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
   return (static_cast<uint32_t>(copies) | static_cast<uint32_t>(copies >> 32)) & (kSigns | kRest);
 }
 
-// Decodes eight codes of e4m3 to four words of bfloat16.
-__device__ __forceinline__ void RowsOfCodes(uint2 codes, uint32_t (&words)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float low, high;
-    E4M3::DecodeTwo((i < 2 ? codes.x : codes.y) >> i % 2 * 16, low, high);
-    words[i] = RoundTwo<BFloat16>(low, high);
-  }
-}
-
 // ---- Feeding ------------------------------------------------------------------------------------
 
 // Called by a warp. After the last tile comes a stage that says that there are no more.
-template <bool kCodes>
+template <bool kScaled>
 __device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t column_tiles,
-                                            const FourBitMemory<kCodes>& memory) {
-  using Layout = FourBitLayout<kCodes>;
+                                            const FourBitMemory<kScaled>& memory) {
+  using Layout = FourBitLayout<kScaled>;
   const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
-  const int64_t row_bytes = step.left_columns * (kCodes ? 1 : 2);
+  const int64_t row_bytes = step.left_columns * 2;
   FewRowsWalk walk(step, kFourBitRows, column_tiles);
   RingCursor<Layout::kStages> at;
   for (bool more = true; more;) {
@@ -266,10 +255,10 @@ __device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums,
   }
 }
 
-template <bool kTwo, int kRowTiles, bool kCodes>
+template <bool kTwo, int kRowTiles, bool kScaled>
 __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage,
                                               const uint32_t (&scales)[kAtomsOfStage]) {
-  using Layout = FourBitLayout<kCodes>;
+  using Layout = FourBitLayout<kScaled>;
 #pragma unroll
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
     const uint4 four = *reinterpret_cast<const uint4*>(stage + atom * kFourBitAtomBytes +
@@ -278,20 +267,15 @@ __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, cons
     uint32_t rows[kRowTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const uint8_t* row = stage + Layout::PieceAt(atom, tile);
-      if constexpr (kCodes) {
-        RowsOfCodes(*reinterpret_cast<const uint2*>(row), rows[tile]);
-      } else {
-        const uint4 of_row = *reinterpret_cast<const uint4*>(row);
-        rows[tile][0] = of_row.x, rows[tile][1] = of_row.y;
-        rows[tile][2] = of_row.z, rows[tile][3] = of_row.w;
-      }
+      const uint4 row = *reinterpret_cast<const uint4*>(stage + Layout::PieceAt(atom, tile));
+      rows[tile][0] = row.x, rows[tile][1] = row.y;
+      rows[tile][2] = row.z, rows[tile][3] = row.w;
     }
     MultiplyAtom<kTwo, kRowTiles>(sums, words, rows, scales[atom]);
   }
 }
 
-template <int kRowTiles, bool kCodes>
+template <int kRowTiles, bool kScaled>
 __device__ __forceinline__ void MultiplyStage(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
   uint32_t scales[kAtomsOfStage], any = 0;
 #pragma unroll
@@ -302,14 +286,14 @@ __device__ __forceinline__ void MultiplyStage(FewRowsSums<kRowTiles>& sums, cons
   }
   // A branch, because with choices in its place every code would be multiplied twice.
   if (__any_sync(kFullWarp, CodeFactor::MayNeedTwo(any))) {
-    MultiplyAtoms<true, kRowTiles, kCodes>(sums, stage, scales);
+    MultiplyAtoms<true, kRowTiles, kScaled>(sums, stage, scales);
   } else {
-    MultiplyAtoms<false, kRowTiles, kCodes>(sums, stage, scales);
+    MultiplyAtoms<false, kRowTiles, kScaled>(sums, stage, scales);
   }
 }
 
-// The scales of the rows that are this lane's columns of the sums, for 128 of K. Sums of codes are
-// kept in units of the last 128's scale. This costs one more product per sum for every 128, but no
+// The scales of the rows that are this lane's columns of the sums, for 128 of K. Sums are kept in
+// units of the last 128's scale. This costs one more product per sum for every 128, but no
 // registers.
 template <int kRowTiles>
 struct RowScales {
@@ -344,11 +328,11 @@ __device__ __forceinline__ void ScaleSums(FewRowsSums<kRowTiles>& sums,
   }
 }
 
-template <int kRowTiles, bool kCodes>
+template <int kRowTiles, bool kScaled>
 __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
                                                 const FourBitStep& step, const FewRowsTile& tile,
-                                                RingCursor<FourBitLayout<kCodes>::kStages>& at,
-                                                const FourBitMemory<kCodes>& memory) {
+                                                RingCursor<FourBitLayout<kScaled>::kStages>& at,
+                                                const FourBitMemory<kScaled>& memory) {
 #pragma unroll
   for (auto& column_tile : sums) {
 #pragma unroll
@@ -359,13 +343,13 @@ __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
   }
   const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
   RowScales<kRowTiles> scales{}, next{};
-  if constexpr (kCodes) {
+  if constexpr (kScaled) {
     scales.Load(step, tile, 0);
     next = scales;
   }
   JAX_EP_NO_UNROLL
   for (int32_t part = 0; part < parts; ++part, ++at.passed) {
-    if constexpr (kCodes) {
+    if constexpr (kScaled) {
       // The factor is 1 where the scale stays the same, as it does in the first part.
       float factors[kRowTiles][2];
 #pragma unroll
@@ -380,13 +364,13 @@ __device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
       if (part + 1 < parts) next.Load(step, tile, part + 1);
     }
     AwaitStage(&memory.full[at.slot()], at.parity());
-    MultiplyStage<kRowTiles, kCodes>(
-        sums, memory.stages + at.slot() * FourBitLayout<kCodes>::kStageBytes);
+    MultiplyStage<kRowTiles, kScaled>(
+        sums, memory.stages + at.slot() * FourBitLayout<kScaled>::kStageBytes);
     __syncwarp();
     // Release; pairs with the feeding warp's wait.
     if (IsElected()) MbarrierArrive(&memory.free[at.slot()]);
   }
-  if constexpr (kCodes) ScaleSums<kRowTiles>(sums, scales.scale);
+  if constexpr (kScaled) ScaleSums<kRowTiles>(sums, scales.scale);
 }
 
 // ---- Storing ------------------------------------------------------------------------------------
@@ -427,12 +411,12 @@ __device__ __forceinline__ float SwiGluOf(float gate, float up) {
 
 // ---- The kernel ---------------------------------------------------------------------------------
 
-template <int kRowTiles, bool kCodes, bool kGateUp>
+template <int kRowTiles, bool kScaled, bool kGateUp>
 __device__ __forceinline__ void FewRowsOf(const FourBitStep& step, const FewRowsTile& tile,
-                                          RingCursor<FourBitLayout<kCodes>::kStages>& at,
-                                          const FourBitMemory<kCodes>& memory) {
+                                          RingCursor<FourBitLayout<kScaled>::kStages>& at,
+                                          const FourBitMemory<kScaled>& memory) {
   FewRowsSums<kRowTiles> sums;
-  MultiplyFewRows<kRowTiles, kCodes>(sums, step, tile, at, memory);
+  MultiplyFewRows<kRowTiles, kScaled>(sums, step, tile, at, memory);
   if constexpr (kGateUp) {
     // The warp's first column tile is of gate, and the second of up.
     static_assert(kColumnTiles == 2);
@@ -458,13 +442,13 @@ __device__ __forceinline__ void FewRowsOf(const FourBitStep& step, const FewRows
   }
 }
 
-template <bool kCodes, bool kGateUp>
-__global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kCodes>::kBlocks)
+template <bool kScaled, bool kGateUp>
+__global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kScaled>::kBlocks)
     FourBitKernel(const __grid_constant__ FourBitStep step) {
-  using Layout = FourBitLayout<kCodes>;
+  using Layout = FourBitLayout<kScaled>;
   constexpr int kSides = kGateUp ? 2 : 1;
   const int32_t column_tiles = static_cast<int32_t>(step.columns * kSides / kFourBitColumns);
-  const FourBitMemory<kCodes> memory(SharedBytes());
+  const FourBitMemory<kScaled> memory(SharedBytes());
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < Layout::kStages; ++stage) {
       // One arrival for the bulk copy, and one for each lane's own copies.
@@ -475,7 +459,7 @@ __global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kCodes>::kBlock
   }
   __syncthreads();
   if (Warp() == kFourBitMathWarps) {
-    FeedFewRows<kCodes>(step, column_tiles, memory);
+    FeedFewRows<kScaled>(step, column_tiles, memory);
     return;
   }
   RingCursor<Layout::kStages> at;
@@ -485,16 +469,16 @@ __global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kCodes>::kBlock
     if (tile.group < 0) break;
     switch ((tile.rows + 7) / 8) {
       case 1:
-        FewRowsOf<1, kCodes, kGateUp>(step, tile, at, memory);
+        FewRowsOf<1, kScaled, kGateUp>(step, tile, at, memory);
         break;
       case 2:
-        FewRowsOf<2, kCodes, kGateUp>(step, tile, at, memory);
+        FewRowsOf<2, kScaled, kGateUp>(step, tile, at, memory);
         break;
       case 3:
-        FewRowsOf<3, kCodes, kGateUp>(step, tile, at, memory);
+        FewRowsOf<3, kScaled, kGateUp>(step, tile, at, memory);
         break;
       default:
-        FewRowsOf<4, kCodes, kGateUp>(step, tile, at, memory);
+        FewRowsOf<4, kScaled, kGateUp>(step, tile, at, memory);
     }
   }
 }
