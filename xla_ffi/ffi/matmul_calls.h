@@ -230,8 +230,8 @@ struct CodeExpertsCall : BothCall<MatmulKind::kCodeGateUp> {
 
 // ---- Of four bits -------------------------------------------------------------------------------
 
-// Rows are bfloat16, and `scaled` says whether they have scales. With two sides, gate and up, SwiGLU
-// is applied.
+// Rows are bfloat16, and `scaled` says whether they have scales. With two sides, gate and up,
+// SwiGLU is applied.
 template <int64_t kSides>
 struct FourBitCall : Call<FourBitStep> {
   static constexpr auto kOperands =

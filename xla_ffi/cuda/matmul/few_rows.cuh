@@ -18,11 +18,11 @@ struct FewRowsPlace {
 
 // What the epilogues use of shared memory.
 struct FewRowsMemory {
-  uint8_t* drains;                   // kDrains * kDrainBytes per math warp
-  uint64_t* exchanged;               // two barriers, each of which expects all math warps
-  volatile uint32_t* given_up;       // as in Await
-  uint32_t warp;                     // of all math warps
-  uint32_t turn;                     // of the tile, for `exchanged`
+  uint8_t* drains;              // kDrains * kDrainBytes per math warp
+  uint64_t* exchanged;          // two barriers, each of which expects all math warps
+  volatile uint32_t* given_up;  // as in Await
+  uint32_t warp;                // of all math warps
+  uint32_t turn;                // of the tile, for `exchanged`
 
   __device__ uint8_t* buffer() const { return OfWarp(warp); }
   // Where a warp's largest magnitudes are, one per row.
@@ -99,8 +99,8 @@ __device__ __forceinline__ void StoreColumnCodes(const float (&values)[kRows / 2
 #pragma unroll
   for (int of_lane = 0; of_lane < kRows / 4; ++of_lane) {
     const int at = of_lane / 2 * 4 + of_lane % 2;
-    uint32_t amax = max(FloatBits(values[at]) & 0x7FFFFFFFu,
-                        FloatBits(values[at + 2]) & 0x7FFFFFFFu);
+    uint32_t amax =
+        max(FloatBits(values[at]) & 0x7FFFFFFFu, FloatBits(values[at + 2]) & 0x7FFFFFFFu);
 #pragma unroll
     for (int by = 4; by < static_cast<int>(kWarpSize); by *= 2) {
       amax = max(amax, __shfl_xor_sync(kFullWarp, amax, by));
@@ -195,9 +195,8 @@ struct FewRows {
 
   // Multiplies one box along one step.
   template <int kRows>
-  __device__ __forceinline__ static void MultiplyBox(float (&sums)[kRows / 2],
-                                                     const Stages& stages, uint32_t box,
-                                                     bool add) {
+  __device__ __forceinline__ static void MultiplyBox(float (&sums)[kRows / 2], const Stages& stages,
+                                                     uint32_t box, bool add) {
     constexpr uint32_t kLeftStep = (Traits::kRightAcross ? 16 * kLineBytes : 32) >> 4;
     const uint32_t at = stages.units();
     WgmmaFence();

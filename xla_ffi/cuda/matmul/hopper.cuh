@@ -307,9 +307,9 @@ __device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uin
 }
 
 // The same products with columns of a matrix on the left and few rows on the right:
-// sums [64, kRows] (+)= left [64, k] * right [k, kRows], where k is 32 bytes. A lane's elements 4 * c
-// to 4 * c + 3 are of column 16 * w + l / 4, then of the column 8 further, each for rows
-// 8 * c + 2 * (l % 4) and the next one. The right operand lies along; the left one across for 16-bit
+// sums [64, kRows] (+)= left [64, k] * right [k, kRows], where k is 32 bytes. A lane's elements 4 *
+// c to 4 * c + 3 are of column 16 * w + l / 4, then of the column 8 further, each for rows 8 * c +
+// 2 * (l % 4) and the next one. The right operand lies along; the left one across for 16-bit
 // elements, and along for codes, whose Element is void.
 template <typename Element, int kRows>
 __device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t left,
@@ -324,7 +324,7 @@ __device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t 
   __device__ __forceinline__ void WgmmaFewRows<kElement, kRows>(                                  \
       float (&sums)[kRows / 2], uint64_t left, uint64_t right, bool add) {                        \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " kAdd                                     \
-                 ", 0;\nwgmma.mma_async.sync.aligned." kShape " {" kNames "}, " kLeft ", " kRight  \
+                 ", 0;\nwgmma.mma_async.sync.aligned." kShape " {" kNames "}, " kLeft ", " kRight \
                  ", add, " kModes ";\n}"                                                          \
                  : kSums(0)                                                                       \
                  : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));                       \
@@ -332,17 +332,18 @@ __device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t 
 #define JAX_EP_NAMES_4 "%0, %1, %2, %3"
 #define JAX_EP_NAMES_8 JAX_EP_NAMES_4 ", %4, %5, %6, %7"
 #define JAX_EP_NAMES_16 JAX_EP_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define JAX_EP_NAMES_32                                                                     \
-  JAX_EP_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-                  "%30, %31"
-#define JAX_EP_WGMMA_FEW_OF(kElement, kSuffix, kModes)                                            \
-  JAX_EP_WGMMA_FEW(kElement, 8, "m64n8" kSuffix, kModes, JAX_EP_NAMES_4, "%4", "%5", "%6",        \
-                   JAX_EP_SUMS_4)                                                                 \
-  JAX_EP_WGMMA_FEW(kElement, 16, "m64n16" kSuffix, kModes, JAX_EP_NAMES_8, "%8", "%9", "%10",     \
-                   JAX_EP_SUMS_8)                                                                 \
-  JAX_EP_WGMMA_FEW(kElement, 32, "m64n32" kSuffix, kModes, JAX_EP_NAMES_16, "%16", "%17", "%18",  \
-                   JAX_EP_SUMS_16)                                                                \
-  JAX_EP_WGMMA_FEW(kElement, 64, "m64n64" kSuffix, kModes, JAX_EP_NAMES_32, "%32", "%33", "%34",  \
+#define JAX_EP_NAMES_32                                                          \
+  JAX_EP_NAMES_16                                                                \
+      ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+      "%30, %31"
+#define JAX_EP_WGMMA_FEW_OF(kElement, kSuffix, kModes)                                           \
+  JAX_EP_WGMMA_FEW(kElement, 8, "m64n8" kSuffix, kModes, JAX_EP_NAMES_4, "%4", "%5", "%6",       \
+                   JAX_EP_SUMS_4)                                                                \
+  JAX_EP_WGMMA_FEW(kElement, 16, "m64n16" kSuffix, kModes, JAX_EP_NAMES_8, "%8", "%9", "%10",    \
+                   JAX_EP_SUMS_8)                                                                \
+  JAX_EP_WGMMA_FEW(kElement, 32, "m64n32" kSuffix, kModes, JAX_EP_NAMES_16, "%16", "%17", "%18", \
+                   JAX_EP_SUMS_16)                                                               \
+  JAX_EP_WGMMA_FEW(kElement, 64, "m64n64" kSuffix, kModes, JAX_EP_NAMES_32, "%32", "%33", "%34", \
                    JAX_EP_SUMS_32)
 // The modes are those of the scales of both operands and, of 16 bits, whether each lies across.
 JAX_EP_WGMMA_FEW_OF(BFloat16, "k16.f32.bf16.bf16", "1, 1, 1, 0")

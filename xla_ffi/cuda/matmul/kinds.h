@@ -13,9 +13,9 @@ struct MatmulWay {
 };
 
 template <MatmulKind kKind>
-inline constexpr bool kHasFewRows = kKind == MatmulKind::kRows || kKind == MatmulKind::kGateUp ||
-                                    kKind == MatmulKind::kCodeRows ||
-                                    kKind == MatmulKind::kCodeGateUp;
+inline constexpr bool kHasFewRows =
+    kKind == MatmulKind::kRows || kKind == MatmulKind::kGateUp || kKind == MatmulKind::kCodeRows ||
+    kKind == MatmulKind::kCodeGateUp;
 
 // `step` suits the kind, and all its sizes are positive.
 template <MatmulKind kKind, typename Element>

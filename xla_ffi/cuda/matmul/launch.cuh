@@ -123,8 +123,8 @@ cudaError_t LaunchMatmul(const MatmulStep& step, bool early, cudaStream_t stream
 }
 
 // Calls `run(Traits)` for the kernels of a kind until one fails, those for few rows last. `out` says
-// for which result type, or for all of them if it is kEither. Outer products have a kernel for each result type, because one
-// for both would spill registers.
+// for which result type, or for all of them if it is kEither. Outer products have a kernel for each
+// result type, because one for both would spill registers.
 template <MatmulKind kKind, typename Element, typename Run>
 cudaError_t ForOut(Out out, Run run) {
   if constexpr (kKind == MatmulKind::kOuter) {
@@ -146,8 +146,7 @@ template <MatmulKind kKind, typename Element>
 cudaError_t MultiplyKind(const MatmulStep& step, MatmulWay way, cudaStream_t stream) {
   const bool is_float = step.out_element == ElementType::kFloat32;
   return ForOut<kKind, Element>(
-      is_float ? Out::kFloat32 : Out::kElement,
-      [&]<typename Traits>(Traits) {
+      is_float ? Out::kFloat32 : Out::kElement, [&]<typename Traits>(Traits) {
         const bool is_this = Traits::kFew == (way.few_rows && kHasFewRows<kKind>);
         return is_this ? LaunchMatmul<Traits>(step, way.early, stream) : cudaSuccess;
       });
@@ -161,9 +160,9 @@ cudaError_t PreloadKind() {
   });
 }
 
-#define JAX_EP_MATMUL(kKind, Element)                                                    \
-  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&,       \
-                                                                MatmulWay, cudaStream_t); \
+#define JAX_EP_MATMUL(kKind, Element)                                                         \
+  template cudaError_t MultiplyKind<MatmulKind::kKind, Element>(const MatmulStep&, MatmulWay, \
+                                                                cudaStream_t);                \
   template cudaError_t PreloadKind<MatmulKind::kKind, Element>();
 
 }  // namespace jax_ep::cuda

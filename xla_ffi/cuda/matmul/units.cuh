@@ -118,9 +118,7 @@ class UnitWalk {
     const int32_t whole = Whole(rows);
     return whole / 2 * plan_.column_tiles + whole % 2 * ColumnPairs();
   }
-  __device__ int32_t HalfUnits(int32_t rows) const {
-    return Halves(rows) * ColumnPairs();
-  }
+  __device__ int32_t HalfUnits(int32_t rows) const { return Halves(rows) * ColumnPairs(); }
 
   __device__ void Place(Tile& tile, const GroupPiece& unit, bool is_half) const {
     const int32_t rank = static_cast<int32_t>(ClusterRank());

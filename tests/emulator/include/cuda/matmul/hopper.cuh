@@ -115,7 +115,7 @@ inline void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right, bool ad
 template <typename Element, int kRows>
 void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t left, uint64_t right, bool add) {
   constexpr bool kCodes = std::is_void_v<Element>;
-  constexpr auto kOperands = kCodes                              ? emulator::Operands::kE4M3
+  constexpr auto kOperands = kCodes                             ? emulator::Operands::kE4M3
                              : std::is_same_v<Element, Float16> ? emulator::Operands::kFloat16
                                                                 : emulator::Operands::kBFloat16;
   emulator::IssueProduct({kOperands, kRows, !kCodes, false, add, left, right}, sums);
