@@ -1,6 +1,8 @@
 """Functions from a record to the figures that prose quotes, for claims.py."""
 
 import math
+import pathlib
+import re
 import statistics
 
 import matmul_tables
@@ -9,6 +11,11 @@ import scale_model
 from benchmarks.layers import report as layer_report
 from benchmarks.overlap import report as overlap_report
 from jax_ep._cli.bench import report as call_report
+
+CHOICE = (
+    pathlib.Path(__file__).resolve().parents[1]
+    / "xla_ffi/cuda/matmul/grouped_matmul.cc"
+)
 
 
 def span(values):
@@ -429,18 +436,20 @@ def decode_traces(record):
         yield row[time]
 
 
-def four_bits_by_card(*records):
-    """The least and the most microseconds of 1024 rows with "mxfp4" weights."""
-    return span(
-        pick(each["results"], part="experts", rows=1024, way="mxfp4")["us"]
-        for each in records
-    )
+def decode_us(*places):
+    """Microseconds of experts, for each pair of rows and a way."""
+
+    def found(record):
+        for rows, way in places:
+            yield pick(record["results"], part="experts", rows=rows, way=way)["us"]
+
+    return found
 
 
-def experts_of_a_step(record):
-    """Microseconds of 16 rows with "mxfp4" weights, repeated and alone; of a read."""
+def four_bits_of_a_step(record, rows):
+    """Microseconds with "mxfp4" weights, repeated and alone; of a read."""
     step, read = (
-        pick(record["results"], rows=16, way=way, format="mxfp4")
+        pick(record["results"], part="experts", rows=rows, way=way, format="mxfp4")
         for way in ("mxfp4", "read")
     )
     yield step["us"]
@@ -448,14 +457,30 @@ def experts_of_a_step(record):
     yield read["us"]
 
 
-def four_bits_profiled(record):
-    """Least percentage of cycles with an instruction, and microseconds of both kernels.
-
-    With 1024 rows and "mxfp4".
-    """
+def least_issued(record):
+    """Least percentage of cycles with an instruction, with 1024 rows and "mxfp4"."""
     rows = [row for row in record["results"] if row["case"] == "1024 rows"]
     yield min(row["issue_percent"] for row in rows)
-    yield sum(row["us"] for row in rows)
+
+
+def _few_rows_bound():
+    """Rows per expert up to which the kernels for few rows are taken."""
+    (bound,) = re.findall(r"kFewRows = (\d+);", CHOICE.read_text())
+    return int(bound)
+
+
+def most_few_rows(record):
+    """The bound, which must be among what was measured."""
+    bound = _few_rows_bound()
+    assert {row["rows"] for row in record["results"]} >= {bound * record["groups"]}
+    yield bound
+
+
+def few_rows_lose(record):
+    """The most percent that the kernels for few rows lose, up to the bound."""
+    most = _few_rows_bound() * record["groups"]
+    taken = [row["ratio"] for row in record["results"] if row["rows"] <= most]
+    yield 100 * (max(taken) - 1)
 
 
 def layer_ms(*records):

@@ -503,21 +503,53 @@ PAGES = {
     ],
     "docs/benchmarks.md": [
         Claim(
-            "decode-h200x1-2026-11-28 decode-h200x2-2026-11-28",
-            "Timed for 0.1 s per program a step takes {} us, and timed for 0.3 s, on "
-            "another card, {}",
-            of.four_bits_by_card,
+            DECODE,
+            "A step of 1024 rows takes {} us when steps follow each other for 0.1 s, "
+            "and {} in a single call of 32 steps that is profiled",
+            lambda record: list(of.four_bits_of_a_step(record, 1024))[:2],
         ),
         Claim(
-            "mxfp4-profile-h200x1-*",
-            "they issue an instruction in {}% of the cycles and take {} us.",
-            of.four_bits_profiled,
+            "before-decode-h200x1-2026-11-28",
+            "Over 0.3 s, on another card, it took {}",
+            of.decode_us((1024, "mxfp4")),
         ),
         Claim(
             DECODE,
-            "With 16 rows a step takes {} us when steps follow each other for 0.3 s, "
-            "and {} in a single call that is profiled. A read takes {} us either way",
-            of.experts_of_a_step,
+            "With 16 rows a step takes {} us when steps follow each other, and {} in a "
+            "single call. A read takes {} us either way",
+            lambda record: of.four_bits_of_a_step(record, 16),
+        ),
+        Claim(
+            "mxfp4-profile-h200x1-*",
+            "the kernels issue an instruction in {}% of the cycles",
+            of.least_issued,
+        ),
+        Claim(
+            "more-decode-h200x1-*",
+            "`mxfp4` takes {} us and `mxfp4-fp8` {}, where `fp8` takes {}; with 8 rows "
+            "they take {}, {} and {}.",
+            of.decode_us(
+                *(
+                    (rows, way)
+                    for rows in (256, 8)
+                    for way in ("mxfp4", "mxfp4-fp8", "fp8")
+                )
+            ),
+        ),
+        Claim(
+            "before-decode-h200x1-2026-11-28",
+            "`mxfp4-fp8` took {} us with 1024 rows",
+            of.decode_us((1024, "mxfp4-fp8")),
+        ),
+        Claim(
+            "few-rows-h200x1-*",
+            "the one for few rows, if there is room for up to {} rows per expert",
+            of.most_few_rows,
+        ),
+        Claim(
+            "few-rows-h200x1-*",
+            "If all of them come, it is at most {}% slower",
+            of.few_rows_lose,
         ),
         Claim(
             "decode-h200x2-*",

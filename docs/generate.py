@@ -120,11 +120,13 @@ def targets():
 
 
 def decode():
-    """Shows the newest experts of a decode step, and the newest layers."""
-    found = records("decode")
-    layered = [d for d in found if any(r["part"] == "layer" for r in d["results"])]
-    newest_layers = layered[-1] if layered and layered[-1] is not found[-1] else None
-    return matmul_tables.decode(found[-1], table, newest_layers)
+    """Shows the newest experts of a decode step on one GPU, and the newest layers."""
+    layered = [
+        data
+        for data in records("decode")
+        if any(row["part"] == "layer" for row in data["results"])
+    ]
+    return matmul_tables.decode(newest("decode", 1), table, layered[-1])
 
 
 def benchmarks(data, table):
@@ -205,6 +207,7 @@ def main():
         (BENCHMARKS, "cutlass", from_newest("cutlass", matmul_tables.cutlass)),
         (BENCHMARKS, "routers", from_newest("routers", layer_tables.routers)),
         (BENCHMARKS, "decode", decode()),
+        (BENCHMARKS, "few rows", from_newest("few-rows", matmul_tables.few_rows)),
         (BENCHMARKS, "train", from_newest("train", layer_tables.train)),
         (BENCHMARKS, "nodes", from_newest("nodes", performance_tables.nodes)),
         (BENCHMARKS, "sms", from_newest("kernels", performance_tables.sms)),

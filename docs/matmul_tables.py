@@ -22,7 +22,9 @@ def _must_be_right(data, kind):
 
 
 def _source(data):
-    return performance_tables.source(data, data["command"])
+    flags = data.get("xla_flags")
+    command = f"XLA_FLAGS='{flags}' {data['command']}" if flags else data["command"]
+    return performance_tables.source(data, command)
 
 
 def kernels(data, table):
@@ -122,10 +124,10 @@ def profile(data, table):
     return f"{head}\n\n" + table([columns[i] for i in kept], shown)
 
 
-def decode(data, table, with_layers=None):
+def decode(data, table, with_layers):
     """Shows experts with few rows beside a plain read of their weights, and layers.
 
-    `with_layers` is the newest record that has layers, if `data` has none.
+    `with_layers` is the record that has the layers; it may be `data`.
     """
     _must_be_right(data, "decode")
     sizes = data["sizes"]
@@ -165,7 +167,7 @@ def decode(data, table, with_layers=None):
         head,
         table(("rows", "experts hit", "weights", "us", "GB/s", "of read"), cells),
     ]
-    whole = with_layers or data
+    _must_be_right(with_layers, "decode")
     layers = [
         (
             row["tokens"],
@@ -173,15 +175,43 @@ def decode(data, table, with_layers=None):
             f"{row['us']:.0f}",
             f"{row['exchange_us']:.0f}",
         )
-        for row in whole["results"]
+        for row in with_layers["results"]
         if row["part"] == "layer"
     ]
     if layers:
-        of_older = f" ({_source(whole)})" if whole is not data else ""
+        source = "" if with_layers is data else f" ({_source(with_layers)})"
         parts += [
-            f"Whole layers on {whole['count']} GPUs{of_older}, by tokens per rank. "
+            f"Whole layers on {with_layers['count']} GPUs{source}, by tokens per rank. "
             "`exchange` is the same program with experts that return their rows "
             "unchanged:",
             table(("tokens", "weights", "us", "exchange us"), layers),
         ]
     return "\n\n".join(parts)
+
+
+def few_rows(data, table):
+    """Shows experts by the kernels for few rows and by those for any number."""
+    different = [row for row in data["results"] if row["different"]]
+    if different:
+        raise SystemExit(f"the newest few-rows file is unfit: {different}")
+    cells = [
+        (
+            row["weights"],
+            row["rows"],
+            f"{row['rows'] / data['groups']:g}",
+            f"{row['any_us']:.0f}",
+            f"{row['few_us']:.0f}",
+            f"{row['ratio']:.3f}",
+        )
+        for row in data["results"]
+    ]
+    head = (
+        f"{_source(data)}, without JAX: both products of {data['groups']} experts of "
+        f"hidden {data['hidden']} and inner {data['inner']}, for tokens with "
+        f"{data['top_k']} distinct experts each. `any` are the kernels for any number "
+        "of rows, `few` those for few rows; both in microseconds, by turns. `of any` "
+        "is the time of `few` over that of `any`. Their results were the same bit for "
+        f"bit.{_clocks(data.get('clocks'))}"
+    )
+    columns = ("weights", "rows", "rows per expert", "any", "few", "of any")
+    return f"{head}\n\n" + table(columns, cells)

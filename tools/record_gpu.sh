@@ -6,9 +6,10 @@
 #   tools/record_gpu.sh [step]...
 #
 # Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
-# overlap grouped decode routers layer collective. A single GPU is shared by four processes. Needs
-# jax_ep built for these GPUs and installed for PYTHON (default python3), with the extra test; steps
-# limits, waits, kernels and p2p need nvcc. Exits 1 if a step failed or ran out of time.
+# overlap grouped few-rows decode routers layer collective. A single GPU is shared by four processes.
+# Needs jax_ep built for these GPUs and installed for PYTHON (default python3), with the extra test;
+# steps limits, waits, kernels, p2p and few-rows need nvcc. Exits 1 if a step failed or ran out of
+# time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -38,7 +39,7 @@ failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
   steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
-    overlap grouped decode routers layer collective)
+    overlap grouped few-rows decode routers layer collective)
 for step in "${steps[@]}"; do
   case $step in
     # Includes the litmus test of the memory order.
@@ -74,6 +75,7 @@ for step in "${steps[@]}"; do
     options) run "$python" -m benchmarks.calls.options_cost --budget "$limit" ;;
     overlap) run "$python" -m benchmarks.overlap.overlap --trace --budget "$limit" ;;
     grouped) run "$python" -m benchmarks.layers.grouped ;;
+    few-rows) run "$python" -m benchmarks.limits.few_rows ;;
     decode) run "$python" -m benchmarks.layers.decode --layer ;;
     routers) run "$python" -m benchmarks.layers.routers ;;
     layer) run "$python" -m benchmarks.layers.layer --budget "$limit" ;;

@@ -32,11 +32,12 @@ PRODUCTS = 11
 BESIDES = 2
 
 
-def build():
+def build(source=SOURCE):
+    """Builds a program with the kernels of xla_ffi/cuda/matmul; returns its path."""
     matmul = KERNELS / "matmul"
     sources = [*matmul.glob("*.cu"), *matmul.glob("*.cc"), KERNELS / "memory/driver.cc"]
-    words = ("-I", str(SOURCE.parent), "--fmad=false", *map(str, sources), "-ldl")
-    return programs.build(SOURCE, *words, arch=cutlass_grouped.ARCH)[0]
+    words = ("-I", str(source.parent), "--fmad=false", *map(str, sources), "-ldl")
+    return programs.build(source, *words, arch=cutlass_grouped.ARCH)[0]
 
 
 def print_table(made):

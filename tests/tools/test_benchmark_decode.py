@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.common import recording
 from benchmarks.layers import decode
 from benchmarks.layers import decode_steps as steps
 from support.grouped_kernels import fake_kernels as fake_kernels
@@ -52,7 +53,17 @@ def changed(monkeypatch, change):
     monkeypatch.setattr(steps, "run_way", other)
 
 
-@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [" --one --two=3", None])
+def test_a_record_has_the_flags_of_xla(monkeypatch, flags):
+    if flags is None:
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+    else:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+    record = recording.head_here("made-up", "made.up", ["--some"])
+    assert record.get("xla_flags") == (flags and "--one --two=3")
+    assert record["command"] == "python -m benchmarks.made.up --some"
+
+
 def test_every_way_by_stand_ins(fake_kernels, tmp_path, capsys):
     taken = fake_kernels
     record = tiny(decode, tmp_path)

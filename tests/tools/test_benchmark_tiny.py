@@ -43,6 +43,7 @@ from benchmarks.layers import decode, grouped, layer, routers
 from benchmarks.layers import report as layer_report
 from benchmarks.limits import (
     cutlass_grouped,
+    few_rows,
     gpu_limits,
     grouped_kernels,
     launch_waits,
@@ -553,6 +554,24 @@ def test_grouped_kernels_wrong(compiler, tmp_path, capsys, wrong):
     assert "WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("different", [0, 3])
+def test_few_rows(compiler, tmp_path, capsys, different):
+    row = {"weights": "fp8", "rows": 16, "any_us": 176.1, "few_us": 173.8}
+    row |= {"ratio": 0.987, "different": different}
+    report = {"device": "NVIDIA H200", "count": 1, "results": [row]}
+    compiler("nvcc", json.dumps(report), f'echo "$given" >{tmp_path}/given')
+    results = tmp_path / "results"
+    words = ["--rows", "16", "--results", str(results)]
+    assert few_rows.main(words) == int(different > 0)
+    given = (tmp_path / "given").read_text().split()
+    assert str(few_rows.SOURCE) in given
+    assert {"few_rows.cu", "codes.cu"} <= {pathlib.Path(word).name for word in given}
+    assert same(written(results), report)
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    marked = [str(different), "DIFFERENT"] if different else []
+    assert line == ["fp8", "16", "176.1", "173.8", "0.987", *marked]
+
+
 def test_window_kernels(compiler, tmp_path):
     record = newest("kernels")
     head = f"{record['count']} x {record['device']}, seed {record['seed']}"
@@ -600,8 +619,17 @@ def test_fuzz(compiler, tmp_path):
 # ---- All of them ---------------------------------------------------------------------
 
 HERE = {
-    *(collective, cpu_steps, cutlass_grouped, decode, draw, format_errors, fuzz),
-    *(gpu_limits, grouped, grouped_kernels, host_time, launch_waits, layer, nodes),
+    *(collective, cpu_steps, cutlass_grouped, decode, draw, few_rows, format_errors),
+    *(
+        fuzz,
+        gpu_limits,
+        grouped,
+        grouped_kernels,
+        host_time,
+        launch_waits,
+        layer,
+        nodes,
+    ),
     *(options_cost, overlap, p2p, record_suite, routers, soak, soak_processes),
     window_kernels,
 }

@@ -168,18 +168,37 @@ def test_tables_of_decode():
     ]
     sizes = dict.fromkeys(("hidden", "inner", "groups", "top_k"), 2)
     data = OF_MATMULS | {"sizes": sizes, "results": rows}
-    lines = matmul_tables.decode(data, generate.table).splitlines()
+    lines = matmul_tables.decode(data, generate.table, data).splitlines()
     assert lines[0].endswith("in microseconds: 16 rows, bf16 10.")
     assert "steps per call" not in lines[0]
     assert "| 16 | 3.5 | `fp8` | 12 | 9 | 1.20 |" in lines
     assert "| 8 | `fp8` | 30 | 7 |" in lines
+    assert "Whole layers on 1 GPUs, by tokens" in "\n".join(lines)
+    older = data | {"commit": "f" * 40}
+    shown = matmul_tables.decode(data, generate.table, older)
+    (line,) = (line for line in shown.splitlines() if "Whole layers" in line)
+    assert "commit ffffffffffff" in line
     clocks = {"mhz": 1500.0, "most_mhz": 1980.0, "watts": 690.4, "most_watts": 700.0}
     for row in rows[:2]:
         row["clocks"] = clocks
     data["steps"] = 32
-    (first, *_) = matmul_tables.decode(data, generate.table).splitlines()
+    data["xla_flags"] = "--some"
+    (first, *_) = matmul_tables.decode(data, generate.table, data).splitlines()
+    assert "`XLA_FLAGS='--some' " in first
     assert "experts per token and 32 steps per call." in first
     assert first.endswith(": 16 rows, 690 of 700 W at 1500 of 1980 MHz.")
+
+
+def test_tables_of_few_rows():
+    row = {"weights": "fp8", "rows": 16, "any_us": 176.1, "few_us": 173.8}
+    row |= {"ratio": 0.987, "different": 0}
+    sizes = {"groups": 64, "hidden": 7168, "inner": 2048, "top_k": 8}
+    data = OF_MATMULS | sizes | {"results": [row]}
+    lines = matmul_tables.few_rows(data, generate.table).splitlines()
+    assert "| fp8 | 16 | 0.25 | 176 | 174 | 0.987 |" in lines
+    row["different"] = 1
+    with pytest.raises(SystemExit, match="few-rows file is unfit"):
+        matmul_tables.few_rows(data, generate.table)
 
 
 def test_curves_of_training_must_be_the_same():

@@ -9,8 +9,9 @@ namespace {
 // Kernels count rows, groups and columns in int32.
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
-// Up to this many rows per group on average, kernels for few rows are faster.
-constexpr int64_t kFewRows = 64;
+// Up to this many rows per group on average, kernels for few rows are as fast as others or faster
+// (docs/benchmarks.md, few rows).
+constexpr int64_t kFewRows = 32;
 
 // Row scales are indexed in uint32.
 constexpr int64_t kMostScales = int64_t{1} << 32;
