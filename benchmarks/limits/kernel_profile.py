@@ -4,8 +4,8 @@
     python -m benchmarks.limits.kernel_profile --mxfp4 ROWS...
 
 `PROGRAM` is that of grouped_kernels.py, built with its `--keep`. For each product, its
-kernel and the batched cuBLAS matmul run once under ncu. With `--mxfp4`, the kernels for
-few rows run alone (mxfp4_calls.py). ncu counts how busy the tensor cores, the integer
+kernel and the batched cuBLAS matmul run once under ncu. With `--mxfp4`, the four-bit
+kernels run alone (mxfp4_calls.py). ncu counts how busy the tensor cores, the integer
 units (ALU) and the issue slots were (percent), how often L2 had what was requested
 (percent), what DRAM moved (GB/s), and what warps waited for. The clock is left as it
 is; times are microseconds of single calls.

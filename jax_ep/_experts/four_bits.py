@@ -1,4 +1,4 @@
-"""Weights of "mxfp4" in the order in which the kernels for few rows read them.
+"""Weights of "mxfp4" in the order in which the four-bit kernels read them.
 
 xla_ffi/protocol/matmul_steps.h describes the order: tiles of 128 columns (or 64 of gate
 and 64 of up, 16 of each by turns) by 32 elements of the contracted dimension. Each tile

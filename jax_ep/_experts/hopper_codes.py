@@ -214,7 +214,7 @@ def _row_codes(rows: Rows) -> kernels.Codes | None:
 
 
 def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
-    """Returns a matrix as the kernels for few rows read it; None if they do not."""
+    """Returns a matrix as the four-bit kernels read it; None if they do not."""
     found = getattr(weights, f"{which}_turned")
     matrix = weights.shapes[which == "down"]
     if found is not None or four_bits.shape(matrix) is None:

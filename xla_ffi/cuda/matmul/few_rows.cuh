@@ -286,21 +286,22 @@ struct FewRows {
     } else {
       Multiply16<kRows>(sums, tile.steps, stages, warpgroup);
     }
+    const uint32_t warp = Uniform(threadIdx.x / kWarpSize) - 4;
+    if (tile.column < results.columns && !HasGivenUp(memory.shared.ring)) {
+      const FewRowsMemory few{memory.drains, memory.shared.exchanged, &memory.shared.ring.given_up,
+                              warp, turn};
+      FewRowsStore<Traits, kRows>::Run(sums, results, {tile.row, tile.rows, tile.column}, warpgroup,
+                                       few);
+    }
+    // Waits of the epilogue may have been given up as well.
     if (HasGivenUp(memory.shared.ring)) {
       // A warp's share of the tile's rows: nobody may mistake sums for a result.
-      const int32_t warp = static_cast<int32_t>(Uniform(threadIdx.x / kWarpSize % 4));
-      const ResultPlace place{tile.row + warp * 16, tile.rows - warp * 16, 0};
+      const int32_t first = static_cast<int32_t>(warp % 4 * kWarpRows);
+      const ResultPlace place{tile.row + first, tile.rows - first, 0};
       if (warpgroup == 0 && place.rows > 0) {
         FillWithNans(place, results, Traits::OutBytes(results.out_element));
       }
-      return;
     }
-    if (tile.column >= results.columns) return;
-    const uint32_t warp = Uniform(threadIdx.x / kWarpSize) - 4;
-    const FewRowsMemory few{memory.drains, memory.shared.exchanged, &memory.shared.ring.given_up,
-                            warp, turn};
-    FewRowsStore<Traits, kRows>::Run(sums, results, {tile.row, tile.rows, tile.column}, warpgroup,
-                                     few);
   }
 };
 

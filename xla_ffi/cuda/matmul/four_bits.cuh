@@ -30,7 +30,7 @@ inline constexpr int kColumnTiles = 2;                              // per warp,
 inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
 
 // Some rows of a group, and some columns of its matrix.
-struct FewRowsTile {
+struct FourBitTile {
   int32_t group;  // negative: no more tiles
   int32_t row;
   int32_t rows;
@@ -49,7 +49,7 @@ struct FourBitLayout {
   static constexpr uint32_t kStageBytes =
       kWeightBytes + kAtomsOfStage * kFourBitRowTiles * kWarpSize * kPieceBytes;
   static constexpr uint32_t kBytes =
-      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FewRowsTile));
+      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FourBitTile));
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
   // Returns where a lane's piece of a row is in a stage.
@@ -65,13 +65,13 @@ struct FourBitMemory {
   uint8_t* stages;
   uint64_t* full;      // per stage: ends when weights and rows are there
   uint64_t* free;      // per stage: ends when all math warps have read it
-  FewRowsTile* tiles;  // per stage: the tile that it belongs to
+  FourBitTile* tiles;  // per stage: the tile that it belongs to
 
   __device__ explicit FourBitMemory(uint8_t* memory)
       : stages(memory),
         full(reinterpret_cast<uint64_t*>(memory + Layout::kStages * Layout::kStageBytes)),
         free(full + Layout::kStages),
-        tiles(reinterpret_cast<FewRowsTile*>(free + Layout::kStages)) {}
+        tiles(reinterpret_cast<FourBitTile*>(free + Layout::kStages)) {}
 };
 
 // Waits for the end of a phase, which depends only on this block's own copies and warps.
@@ -81,14 +81,14 @@ __device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
 }
 
 // Finds this block's tiles, one after the other. Called by a whole warp.
-class FewRowsWalk {
+class FourBitWalk {
  public:
-  __device__ FewRowsWalk(const FourBitStep& step, int32_t tile_rows, int32_t column_tiles)
+  __device__ FourBitWalk(const FourBitStep& step, int32_t tile_rows, int32_t column_tiles)
       : pieces_(step), tile_rows_(tile_rows), column_tiles_(column_tiles), next_(blockIdx.x) {
     Load();
   }
 
-  __device__ FewRowsTile Next() {
+  __device__ FourBitTile Next() {
     while (next_ >= pieces_.end()) {
       if (!pieces_.Advance()) return {-1, 0, 0, 0};
       Load();
@@ -163,15 +163,15 @@ __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
 
 // Called by a warp. After the last tile comes a stage that says that there are no more.
 template <bool kScaled>
-__device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t column_tiles,
-                                            const FourBitMemory<kScaled>& memory) {
+__device__ __forceinline__ void FeedFourBits(const FourBitStep& step, int32_t column_tiles,
+                                             const FourBitMemory<kScaled>& memory) {
   using Layout = FourBitLayout<kScaled>;
   const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
   const int64_t row_bytes = step.left_columns * 2;
-  FewRowsWalk walk(step, kFourBitRows, column_tiles);
+  FourBitWalk walk(step, kFourBitRows, column_tiles);
   RingCursor<Layout::kStages> at;
   for (bool more = true; more;) {
-    const FewRowsTile tile = walk.Next();
+    const FourBitTile tile = walk.Next();
     more = tile.group >= 0;
     const int64_t matrix =
         static_cast<int64_t>(max(tile.group, 0)) * column_tiles + tile.column_tile;
@@ -211,11 +211,11 @@ __device__ __forceinline__ void FeedFewRows(const FourBitStep& step, int32_t col
 // ---- Multiplying --------------------------------------------------------------------------------
 
 template <int kRowTiles>
-using FewRowsSums = float[kColumnTiles][kRowTiles][4];
+using FourBitSums = float[kColumnTiles][kRowTiles][4];
 
 // Multiplies one atom with rows that are loaded. kTwo: whether its scales may need two factors.
 template <bool kTwo, int kRowTiles>
-__device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums,
+__device__ __forceinline__ void MultiplyAtom(FourBitSums<kRowTiles>& sums,
                                              const uint32_t (&words)[4],
                                              const uint32_t (&rows)[kRowTiles][4],
                                              uint32_t scales) {
@@ -256,7 +256,7 @@ __device__ __forceinline__ void MultiplyAtom(FewRowsSums<kRowTiles>& sums,
 }
 
 template <bool kTwo, int kRowTiles, bool kScaled>
-__device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, const uint8_t* stage,
+__device__ __forceinline__ void MultiplyAtoms(FourBitSums<kRowTiles>& sums, const uint8_t* stage,
                                               const uint32_t (&scales)[kAtomsOfStage]) {
   using Layout = FourBitLayout<kScaled>;
 #pragma unroll
@@ -276,7 +276,7 @@ __device__ __forceinline__ void MultiplyAtoms(FewRowsSums<kRowTiles>& sums, cons
 }
 
 template <int kRowTiles, bool kScaled>
-__device__ __forceinline__ void MultiplyStage(FewRowsSums<kRowTiles>& sums, const uint8_t* stage) {
+__device__ __forceinline__ void MultiplyStage(FourBitSums<kRowTiles>& sums, const uint8_t* stage) {
   uint32_t scales[kAtomsOfStage], any = 0;
 #pragma unroll
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
@@ -299,7 +299,7 @@ template <int kRowTiles>
 struct RowScales {
   float scale[kRowTiles][2];
 
-  __device__ void Load(const FourBitStep& step, const FewRowsTile& tile, int32_t block) {
+  __device__ void Load(const FourBitStep& step, const FourBitTile& tile, int32_t block) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -314,7 +314,7 @@ struct RowScales {
 };
 
 template <int kRowTiles>
-__device__ __forceinline__ void ScaleSums(FewRowsSums<kRowTiles>& sums,
+__device__ __forceinline__ void ScaleSums(FourBitSums<kRowTiles>& sums,
                                           const float (&factors)[kRowTiles][2]) {
 #pragma unroll
   for (auto& column_tile : sums) {
@@ -329,10 +329,11 @@ __device__ __forceinline__ void ScaleSums(FewRowsSums<kRowTiles>& sums,
 }
 
 template <int kRowTiles, bool kScaled>
-__device__ __forceinline__ void MultiplyFewRows(FewRowsSums<kRowTiles>& sums,
-                                                const FourBitStep& step, const FewRowsTile& tile,
-                                                RingCursor<FourBitLayout<kScaled>::kStages>& at,
-                                                const FourBitMemory<kScaled>& memory) {
+__device__ __forceinline__ void MultiplyFourBitTile(FourBitSums<kRowTiles>& sums,
+                                                    const FourBitStep& step,
+                                                    const FourBitTile& tile,
+                                                    RingCursor<FourBitLayout<kScaled>::kStages>& at,
+                                                    const FourBitMemory<kScaled>& memory) {
 #pragma unroll
   for (auto& column_tile : sums) {
 #pragma unroll
@@ -390,7 +391,7 @@ __device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, i
 
 // Stores one column tile of one row tile, from `column` on. A lane's sums are of one column; by an
 // exchange with its neighbour it gets two columns of one row.
-__device__ __forceinline__ void StoreSumsOf(const FourBitStep& step, const FewRowsTile& tile,
+__device__ __forceinline__ void StoreSumsOf(const FourBitStep& step, const FourBitTile& tile,
                                             int row_tile, int64_t column, const float (&sums)[4]) {
   const int odd = Lane() / 4 % 2;
   const int row = 8 * row_tile + Lane() % 4 * 2 + odd;
@@ -412,11 +413,11 @@ __device__ __forceinline__ float SwiGluOf(float gate, float up) {
 // ---- The kernel ---------------------------------------------------------------------------------
 
 template <int kRowTiles, bool kScaled, bool kGateUp>
-__device__ __forceinline__ void FewRowsOf(const FourBitStep& step, const FewRowsTile& tile,
-                                          RingCursor<FourBitLayout<kScaled>::kStages>& at,
-                                          const FourBitMemory<kScaled>& memory) {
-  FewRowsSums<kRowTiles> sums;
-  MultiplyFewRows<kRowTiles, kScaled>(sums, step, tile, at, memory);
+__device__ __forceinline__ void FourBitTileOf(const FourBitStep& step, const FourBitTile& tile,
+                                              RingCursor<FourBitLayout<kScaled>::kStages>& at,
+                                              const FourBitMemory<kScaled>& memory) {
+  FourBitSums<kRowTiles> sums;
+  MultiplyFourBitTile<kRowTiles, kScaled>(sums, step, tile, at, memory);
   if constexpr (kGateUp) {
     // The warp's first column tile is of gate, and the second of up.
     static_assert(kColumnTiles == 2);
@@ -459,26 +460,26 @@ __global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kScaled>::kBloc
   }
   __syncthreads();
   if (Warp() == kFourBitMathWarps) {
-    FeedFewRows<kScaled>(step, column_tiles, memory);
+    FeedFourBits<kScaled>(step, column_tiles, memory);
     return;
   }
   RingCursor<Layout::kStages> at;
   while (true) {
     AwaitStage(&memory.full[at.slot()], at.parity());
-    const FewRowsTile tile = memory.tiles[at.slot()];
+    const FourBitTile tile = memory.tiles[at.slot()];
     if (tile.group < 0) break;
     switch ((tile.rows + 7) / 8) {
       case 1:
-        FewRowsOf<1, kScaled, kGateUp>(step, tile, at, memory);
+        FourBitTileOf<1, kScaled, kGateUp>(step, tile, at, memory);
         break;
       case 2:
-        FewRowsOf<2, kScaled, kGateUp>(step, tile, at, memory);
+        FourBitTileOf<2, kScaled, kGateUp>(step, tile, at, memory);
         break;
       case 3:
-        FewRowsOf<3, kScaled, kGateUp>(step, tile, at, memory);
+        FourBitTileOf<3, kScaled, kGateUp>(step, tile, at, memory);
         break;
       default:
-        FewRowsOf<4, kScaled, kGateUp>(step, tile, at, memory);
+        FourBitTileOf<4, kScaled, kGateUp>(step, tile, at, memory);
     }
   }
 }

@@ -332,10 +332,10 @@ __device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t 
 #define JAX_EP_NAMES_4 "%0, %1, %2, %3"
 #define JAX_EP_NAMES_8 JAX_EP_NAMES_4 ", %4, %5, %6, %7"
 #define JAX_EP_NAMES_16 JAX_EP_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define JAX_EP_NAMES_32                                                          \
-  JAX_EP_NAMES_16                                                                \
-      ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-      "%30, %31"
+#define JAX_EP_NAMES_32                                                      \
+  JAX_EP_NAMES_16                                                            \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+  "%30, %31"
 #define JAX_EP_WGMMA_FEW_OF(kElement, kSuffix, kModes)                                           \
   JAX_EP_WGMMA_FEW(kElement, 8, "m64n8" kSuffix, kModes, JAX_EP_NAMES_4, "%4", "%5", "%6",       \
                    JAX_EP_SUMS_4)                                                                \

@@ -1,7 +1,8 @@
 // The matmul kernel. A cluster of two blocks works on units (units.cuh), each block on a tile of
 // 128 x 256 of the result. In a block, one warpgroup feeds two others: warp 0 copies left operands
 // to stages in shared memory, warp 3 copies right ones, warp 1 finds tiles, and warp 2 loads the
-// scales of codes. The other two warpgroups multiply 64 rows each and write the result.
+// scales of codes. The other two warpgroups multiply 64 rows each and write the result; for few
+// rows they do what few_rows.cuh says.
 //
 // Each stage has two barriers. `full` ends when the stage's operands are there. `free` ends when
 // the math warps of both blocks have read the stage, because half of what a block loads goes to

@@ -122,9 +122,9 @@ cudaError_t LaunchMatmul(const MatmulStep& step, bool early, cudaStream_t stream
                        kMatmulSharedBytes<Traits::kCodes>, early, stream, maps, arguments);
 }
 
-// Calls `run(Traits)` for the kernels of a kind until one fails, those for few rows last. `out` says
-// for which result type, or for all of them if it is kEither. Outer products have a kernel for each
-// result type, because one for both would spill registers.
+// Calls `run(Traits)` for the kernels of a kind until one fails, those for few rows last. `out`
+// says for which result type, or for all of them if it is kEither. Outer products have a kernel for
+// each result type, because one for both would spill registers.
 template <MatmulKind kKind, typename Element, typename Run>
 cudaError_t ForOut(Out out, Run run) {
   if constexpr (kKind == MatmulKind::kOuter) {
