@@ -21,6 +21,7 @@
 #include "gpu_limits/report.cuh"
 #include "grouped/cases.cuh"
 #include "grouped/random.cuh"
+#include "grouped/start.cuh"
 #include "grouped/timing.cuh"
 
 namespace jax_ep::cuda {
@@ -189,18 +190,8 @@ Options Parsed(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const Options options = Parsed(argc, argv);
-  CHECK_CUDA(cudaSetDevice(0));
-  cudaDeviceProp properties;
-  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
-  if (!MatmulSupported()) {
-    Fail(std::string("needs a GPU of compute capability 9.0, got ") + properties.name);
-  }
-  CHECK_CUDA(PreloadMatmulKernels());
+  StartMatmuls(options.seed, options.seconds);
   Report()
-      .Add("device", properties.name)
-      .Add("count", 1)
-      .Add("seed", static_cast<double>(options.seed))
-      .Add("seconds_each", options.seconds)
       .Add("groups", double{kGroups})
       .Add("hidden", double{kHidden})
       .Add("inner", double{kInner})

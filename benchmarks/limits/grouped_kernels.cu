@@ -19,6 +19,7 @@
 #include "gpu_limits/report.cuh"
 #include "grouped/cases.cuh"
 #include "grouped/cublas.cuh"
+#include "grouped/start.cuh"
 #include "grouped/timing.cuh"
 #include "grouped_kernels/products.cuh"
 
@@ -341,18 +342,7 @@ Options Parsed(int argc, char** argv) {
 int Main(int argc, char** argv) {
   const Options options = Parsed(argc, argv);
   const double start = Seconds();
-  CHECK_CUDA(cudaSetDevice(0));
-  cudaDeviceProp properties;
-  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
-  if (!MatmulSupported()) {
-    Fail(std::string("needs a GPU of compute capability 9.0, got ") + properties.name);
-  }
-  CHECK_CUDA(PreloadMatmulKernels());
-  Report()
-      .Add("device", properties.name)
-      .Add("count", 1)
-      .Add("seed", static_cast<double>(options.seed))
-      .Add("seconds_each", options.seconds);
+  StartMatmuls(options.seed, options.seconds);
   std::mt19937_64 random(options.seed);
   Timer timer;
   std::vector<JsonObject> checks, times;
