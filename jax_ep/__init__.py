@@ -2,6 +2,9 @@
 
 __version__ = "0.1.0"
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jax_ep import experts, formats, placement, router, sharded, stats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
@@ -18,6 +21,9 @@ from jax_ep._ops.remat import save_route
 from jax_ep._setup import runtime
 from jax_ep._setup.init import init
 from jax_ep._setup.shared import close_shared_handles, shared_handle
+
+if TYPE_CHECKING:
+    from jax_ep import flax as flax
 
 __all__ = [
     "Dispatched",
@@ -56,3 +62,13 @@ custom_call_targets: tuple[str, ...] = ffi.target_names()
 
 runtime.make_room()
 ffi.register()
+
+
+# Type checkers would take any name for an attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Imports `jax_ep.flax` when it is first used: Flax may not be installed."""
+        if name == "flax":
+            return importlib.import_module("jax_ep.flax")
+        raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

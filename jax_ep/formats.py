@@ -88,7 +88,8 @@ def quantize(
     unlike `jax_ep.dequantize`, which takes a `Dispatched`.
 
     Args:
-        tokens: `[..., H]`, bfloat16, float16 or float32, H a multiple of the block.
+        tokens: `[..., H]`, bfloat16, float16 or float32. H must be a multiple of the
+            block, and a row of codes a multiple of 16 bytes ("nvfp4": H % 32 = 0).
         format: one of `names()`.
         input_scale: the global scale of "nvfp4", float32 `[]` or `[1]`; None is 1.
 

@@ -35,14 +35,14 @@ _GIVEN = {
     "hidden_size": "the last dimension of tokens",
     "dtype": "the dtype of tokens",
 }
-# Fields of EPConfig that apply_experts cannot honour, with the reason.
+# What fields of EPConfig may be in apply_experts, the default first, and why only that.
 _WITHOUT_EFFECT = "it makes whole calls, so nothing is pending"
-_REFUSED = {
-    "skip_a2a": "every rank has tokens of its own",
-    "allreduce_world_size": "it belongs to skip_a2a",
-    "overlap": _WITHOUT_EFFECT,
-    "pending_calls": _WITHOUT_EFFECT,
-    "scale_layout": "rows come dequantised",
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "skip_a2a": ((False,), "every rank has tokens of its own"),
+    "allreduce_world_size": ((None,), "it belongs to skip_a2a"),
+    "overlap": (("sm",), _WITHOUT_EFFECT),
+    "pending_calls": ((None, 0), _WITHOUT_EFFECT),
+    "scale_layout": (("rows",), "rows come dequantised"),
 }
 
 
@@ -153,9 +153,9 @@ def apply_experts(
 
     Raises:
         ValueError, TypeError: while tracing, if an argument is not as described above,
-            if `config` has a field that the arrays determine or that has no meaning
-            here (`skip_a2a`, `reduce="none"`, `overlap`, ...), if the mesh is unknown,
-            or for the reasons of `jax_ep.init`.
+            if `config` has a field that the arrays determine, or changes one that has
+            no meaning here (`skip_a2a`, `reduce="none"`, `overlap`, ...), if the mesh
+            is unknown, or for the reasons of `jax_ep.init`.
     """
     function = "apply_experts"
     errors.require_type(
@@ -385,10 +385,12 @@ def config_of(
                 "correct the name or remove it from the call",
                 kind=TypeError,
             )
-        if name in _REFUSED:
+        allowed, why = _ONLY.get(name, ((value,), ""))
+        # By repr, since a value may be of any type, such as an array.
+        if repr(value) not in map(repr, allowed):
             raise errors.invalid(
                 function,
-                f"{name} must be left out, because {_REFUSED[name]}",
+                f"{name} must be {allowed[0]!r} here, because {why}",
                 f"{name}={value!r}",
                 "call dispatch and combine yourself to use it",
             )

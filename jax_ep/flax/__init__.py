@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ from jax_ep._layers.moe import MoEAux
 from jax_ep.experts import Activation, QuantizedWeights
 from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
+
+if TYPE_CHECKING:
+    from jax_ep.flax import linen as linen
 
 __all__ = ["Codes", "MoE", "RouterBias"]
 
@@ -327,3 +331,13 @@ class MoE(nnx.Module):
         options = mask, input_scale, placement, quantized
         y, aux = self._layer.apply(self.ep, params, x, *options)
         return (y, aux) if return_aux else y
+
+
+# Type checkers would take any name for an attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Imports `jax_ep.flax.linen` when it is first used."""
+        if name == "linen":
+            return importlib.import_module("jax_ep.flax.linen")
+        raise AttributeError(f"module 'jax_ep.flax' has no attribute {name!r}")

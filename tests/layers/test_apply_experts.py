@@ -19,6 +19,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import EPConfig
+from jax_ep._layers import apply
 from support import helpers, moe, options, remat
 from support.errors import check_form, raises
 from support.launch import run_to_end
@@ -469,6 +471,16 @@ def test_what_is_refused(mesh: Any, name: str) -> None:
     with raises() as caught:
         jax.eval_shape(on_ranks(mesh, body, in_specs=()))
     check_form(caught, "apply_experts", *wrong.words)
+
+
+@pytest.mark.parametrize("name", ["apply_experts", "sharded.apply_experts"])
+def test_options_that_must_be_the_default_may_be_given(name: str) -> None:
+    """So that one dictionary of options serves EPConfig and apply_experts."""
+    options = {"skip_a2a": False, "allreduce_world_size": None, "overlap": "sm"}
+    options |= {"pending_calls": 0, "scale_layout": "rows", "reduce": "rank"}
+    sizes = {"max_tokens_per_rank": 4, "top_k": 2, "hidden_size": 8, "num_experts": 4}
+    config = apply.config_of(name, sizes, options | {"zero_tail": True})
+    assert config == EPConfig(**sizes, pending_calls=0, zero_tail=True)
 
 
 def test_refused_outside_and_for_another_mesh(mesh: Any) -> None:

@@ -203,8 +203,15 @@ def test_errors(changes, shape, message):
         jax_ep.flax.MoE(**fields(mesh, **changes), rngs=nnx.Rngs(0))(jnp.ones(shape))
 
 
+def in_a_process(program):
+    """What a program prints that ends well."""
+    run = run_to_end([sys.executable, "-c", program])
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 def test_flax_is_imported_by_jax_ep_flax_alone():
-    program = """
+    said = in_a_process("""
 import sys
 import jax_ep
 assert not {"flax", "optax", "orbax"} & set(sys.modules)
@@ -213,7 +220,26 @@ try:
     import jax_ep.flax
 except ImportError as error:
     print(error)
-"""
-    run = run_to_end([sys.executable, "-c", program])
-    assert run.returncode == 0, run.stderr
-    assert "pip install 'jax_ep[flax]'" in run.stdout
+try:
+    jax_ep.flax
+except ImportError as error:
+    print(error)
+""")
+    assert said.count("pip install 'jax_ep[flax]'") == 2
+
+
+def test_modules_of_flax_need_no_import_of_their_own():
+    said = in_a_process("""
+import jax_ep
+print(jax_ep.flax.MoE.__name__, jax_ep.flax.linen.MoE.__name__)
+for module in (jax_ep, jax_ep.flax):
+    try:
+        module.misspelt
+    except AttributeError as error:
+        print(error)
+""")
+    assert said.splitlines() == [
+        "MoE MoE",
+        "module 'jax_ep' has no attribute 'misspelt'",
+        "module 'jax_ep.flax' has no attribute 'misspelt'",
+    ]
