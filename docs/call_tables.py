@@ -27,7 +27,7 @@ def rows_of(data):
 
 def headline(data, table):
     """Makes the table of both ops at one size."""
-    found, best = [], set()
+    found = []
     for row in rows_of(data):
         if row["tokens"] != SHORT_TOKENS or row["routing"] != "uniform":
             continue
@@ -36,7 +36,6 @@ def headline(data, table):
         times = [f"{us / 1000:.3g} ms" for us in (p2p["us"], *ragged)]
         share = f"{100 * p2p['of_peak']:.0f}%"
         found.append((row["op"], f"**{times[0]}**", share, *times[1:]))
-        best.add(row["ragged_best"])
     sizes = (
         f"{SHORT_TOKENS} tokens per rank, hidden {data['hidden']}, {data['dtype']}, "
         f"top-{data['top_k']} of {data['experts']} experts, {data['count']} x "
@@ -47,7 +46,8 @@ def headline(data, table):
         "jax_ep",
         "of the link's speed",
         "JAX's `ragged_all_to_all`",
-        f"the fastest way to call it that we found ({', '.join(sorted(best))})",
+        "the same, called in the [fastest way that we found]"
+        "(docs/benchmarks.md#ways-to-call-ragged_all_to_all)",
     )
     return table(columns, found)
 
@@ -60,12 +60,14 @@ def p2p(data, table, picture=None):
     head = (
         f"**Single calls over p2p, {data['count']} x {data['device']}** (jax "
         f"{data['jax']}, driver {data['driver']}, {data['date']}, commit "
-        f"{data['commit'][:12]}, seed {data['seed']}; `{data['command']}`). Hidden "
+        f"{data['commit'][:12]}, seed {data['seed']}; "
+        f"{performance_tables.shown(data['command'])}). Hidden "
         f"{data['hidden']}, {data['dtype']}, top-{data['top_k']} of {data['experts']} "
         "experts, distinct random ids. `floor` is the time that the busiest rank's "
         f"bytes need at {report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
         "plain copy kernel in the same run; GB/s and % count those bytes. `ragged` is "
-        "JAX's own path, called in the ways that the columns name, and `speed-up` is "
+        "JAX's own path, called in [the ways that the columns "
+        f"name]({page}#ways-to-call-ragged_all_to_all), and `speed-up` is "
         "p2p's over the fastest of them. Blank cells were not measured. Every result "
         "was compared with transport `collective`'s in the same run, bit for bit (sums "
         "of `ragged` within rounding). "

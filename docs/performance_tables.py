@@ -1,9 +1,13 @@
 """Tables of records of benchmarks, for README.md and docs."""
 
+import pathlib
+
 from benchmarks.calls import options_report
 from benchmarks.limits import launch_waits
 from benchmarks.overlap import report as overlap_report
 from jax_ep._cli.bench import report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # (op, format, T, limit, aim): microseconds of a whole call on 4 H200s, hidden 7168,
 # bfloat16 tokens, top-8 of 256, uniform routing.
@@ -24,8 +28,18 @@ TARGETS = (
 def source(data, command):
     return (
         f"{data['count']} x {data['device']}, {data['date']}, commit "
-        f"{data['commit'][:12]}; `{command}`"
+        f"{data['commit'][:12]}; {shown(command)}"
     )
+
+
+def shown(command):
+    """Shows a record's command, and what its program is called now if it has moved."""
+    program = pathlib.Path(command.partition(" ")[0])
+    if program.suffix != ".py" or (ROOT / program).exists():
+        return f"`{command}`"
+    (found,) = (ROOT / "benchmarks").glob(f"*/{program.name}")
+    module = ".".join(found.relative_to(ROOT).with_suffix("").parts)
+    return f"`{command}`, which is now `python -m {module}`"
 
 
 def targets(plain, formats, table):
