@@ -134,10 +134,11 @@ def auto(
         `[N, H]` in the dtype of the rows.
 
     Raises:
-        TypeError: while tracing, if the rows do not have a floating dtype of 16 bits or
-            more, for example because they are the codes of a quantised dispatch.
+        ValueError, TypeError: while tracing, if shapes are not as described above, or
+            if the rows do not have a floating dtype of 16 bits or more, for example
+            because they are the codes of a quantised dispatch.
     """
-    _require_values("auto", rows, gate_up)
+    _require_operands("auto", rows, gate_up, down, group_sizes)
     given = (rows, gate_up, down, group_sizes)
     options = _Options(gate_bias, up_bias, down_bias, activation)
     if auto_is_hopper(rows.dtype, rows.shape[1], down.shape[1], device):
@@ -201,9 +202,9 @@ def ragged_dot(
         `[N, H]` in the dtype of the rows.
 
     Raises:
-        TypeError: as in `auto`.
+        ValueError, TypeError: as in `auto`.
     """
-    _require_values("ragged_dot", rows, gate_up)
+    _require_operands("ragged_dot", rows, gate_up, down, group_sizes)
     options = _Options(gate_bias, up_bias, down_bias, activation)
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped.ragged_dot(rows, gate_up, group_sizes)
@@ -276,9 +277,9 @@ def hopper(
     Raises:
         ValueError: while tracing, if the rows do not have a 16-bit dtype, or if
             `hopper_obstacle` returns an obstacle.
-        TypeError: as in `auto`.
+        ValueError, TypeError: as in `auto`.
     """
-    _require_values("hopper", rows, gate_up, "bfloat16 or float16")
+    _require_operands("hopper", rows, gate_up, down, group_sizes, "bfloat16 or float16")
     if rows.dtype.itemsize != _HOPPER_ITEMSIZE:
         raise ValueError(
             "jax_ep.experts.hopper: rows must be bfloat16 or float16, got "
@@ -387,9 +388,9 @@ class Padded:
             `[N, H]` in the dtype of the rows.
 
         Raises:
-            TypeError: as in `auto`.
+            ValueError, TypeError: as in `auto`.
         """
-        _require_values("Padded", rows, gate_up)
+        _require_operands("Padded", rows, gate_up, down, group_sizes)
         groups, hidden = gate_up.shape[:2]
         gate_up, down = _wide(rows, gate_up, down)
         row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)
@@ -718,15 +719,18 @@ def _require_multiple(function: str, hidden: int, inner: int, multiple: int) -> 
         )
 
 
-def _require_values(
+def _require_operands(
     function: str,
     rows: jax.Array,
     gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
     kinds: str = "bfloat16, float16 or float32",
 ) -> None:
+    function = f"experts.{function}"
     if isinstance(gate_up, QuantizedWeights):
         raise errors.invalid(
-            f"experts.{function}",
+            function,
             "gate_up must be an array",
             "a QuantizedWeights",
             "pass experts=jax_ep.experts.fp8, which multiplies codes",
@@ -734,12 +738,41 @@ def _require_values(
             kind=TypeError,
         )
     dtype = rows.dtype
-    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1:
-        return
-    codes = checks.is_codes(dtype)
-    raise TypeError(
-        f"jax_ep.experts.{function}: rows must be {kinds}, got {dtype}; "
-        + (checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens")
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
+        codes = checks.is_codes(dtype)
+        raise errors.invalid(
+            function,
+            f"rows must be {kinds}",
+            dtype,
+            checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens",
+            operand="rows",
+            kind=TypeError,
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise errors.invalid(
+            function,
+            "group_sizes must be int32",
+            group_sizes.dtype,
+            "pass the group_sizes of the dispatch",
+            operand="group_sizes",
+            kind=TypeError,
+        )
+    errors.require(
+        rows.ndim == 2 and group_sizes.ndim == 1,
+        function,
+        "rows and group_sizes must be [N, H] and [L]",
+        f"{rows.shape} and {group_sizes.shape}",
+        "pass those of the dispatch",
+    )
+    groups, hidden, inner = group_sizes.shape[0], rows.shape[1], down.shape[1:2]
+    wanted = (groups, hidden, 2, *inner), (groups, *inner, hidden)
+    errors.require(
+        (gate_up.shape, down.shape) == wanted,
+        function,
+        f"gate_up and down must be [L, H, 2, F] and [L, F, H] with L = {groups}, the "
+        f"length of group_sizes, and H = {hidden}",
+        f"{gate_up.shape} and {down.shape}",
+        "pass the matrices of this rank's experts in this order, gate first",
     )
 
 

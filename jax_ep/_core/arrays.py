@@ -38,7 +38,7 @@ def as_array(function: str, name: str, value: Any) -> jax.Array:
             function,
             f"{name} must have a dtype that JAX keeps",
             value.dtype,
-            "cast it first",
+            "cast it first" if array is None else f"cast it to {array.dtype} first",
             operand=name,
             kind=TypeError,
         )

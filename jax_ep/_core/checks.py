@@ -37,6 +37,17 @@ def require_dtype(
         )
 
 
+SWAPPED_REMEDY = "pass ids before weights: jax.lax.top_k returns the weights first"
+
+
+def require_ids(function: str, value: jax.Array) -> None:
+    """Raises TypeError unless `topk_ids` are int32."""
+    floats = jnp.issubdtype(value.dtype, jnp.floating)
+    require_dtype(
+        function, "topk_ids", value, "int32", SWAPPED_REMEDY if floats else None
+    )
+
+
 def widened_weights(function: str, value: Any) -> jax.Array:
     """Returns `router_weights` as float32; narrower float types widen exactly.
 

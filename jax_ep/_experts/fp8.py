@@ -81,6 +81,24 @@ def apply(
     return _apply(static, *vary_alike(axes, frozenset(), *given))
 
 
+@jax.custom_jvp
+def _only_once(value: jax.Array) -> jax.Array:
+    """Returns an operand of a derivative, and refuses to be differentiated.
+
+    Otherwise second derivatives would lack what goes straight through.
+    """
+    return value
+
+
+@_only_once.defjvp
+def _refuse_twice(*_: Any) -> Any:
+    raise errors.unusable(
+        "experts.fp8",
+        "only first derivatives are defined",
+        "use jax_ep.experts.auto where gradients are differentiated again",
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(
     static: Static,
@@ -113,7 +131,7 @@ def _forward(
     weights: QuantizedWeights,
     sizes: jax.Array,
 ) -> Any:
-    del port, masters
+    jax.tree.map(_only_once, (port, masters, biases))
     if weights.format == "mxfp4":
         raise errors.invalid(
             "experts.fp8",
@@ -135,6 +153,7 @@ def _forward(
 
 def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
     biases, consts, rows, h, both, weights, sizes = kept
+    cotangent = _only_once(cotangent)
     # Raises, because gradients would otherwise be missing silently.
     if not static.has_port:
         raise errors.invalid(

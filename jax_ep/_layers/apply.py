@@ -254,7 +254,7 @@ def flattened(
             operand="tokens",
             kind=TypeError,
         )
-    checks.require_dtype(function, "topk_ids", topk_ids, "int32")
+    checks.require_ids(function, topk_ids)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise errors.invalid(
             function,

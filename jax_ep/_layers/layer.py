@@ -163,9 +163,10 @@ class Layer(Arguments):
                 continue
             parts = self.mesh.shape[tp] if tp else 1
             if type(value) is not int or value < 1 or value % parts:
+                multiple = f"multiple of {parts}, the size of tp_axis_name"
                 raise ValueError(
-                    f"jax_ep.{self.function}: {name} must be an int and a positive "
-                    f"multiple of {parts}, the size of tp_axis_name, got {value!r}; "
+                    f"jax_ep.{self.function}: {name} must be an int and "
+                    f"{f'a positive {multiple}' if tp else 'positive'}, got {value!r}; "
                     "change it, or convert it with int()"
                 )
         if self._multiple > 1:
@@ -291,7 +292,8 @@ class Layer(Arguments):
     ) -> QuantizedWeights:
         """Returns codes of weights drawn with two keys."""
         assert self.weights_format is not None
-        whole = dataclasses.replace(self, weights_format=None)
+        # Without the experts, because it is codes that suit them.
+        whole = dataclasses.replace(self, weights_format=None, experts=None)
         drawn = [whole.initializer(n)(keys(), dtype) for n in ("gate_up", "down")]
         return whole.quantize_weights(drawn[0], drawn[1], self.weights_format)
 
@@ -319,11 +321,14 @@ class Layer(Arguments):
             ("axis_names", ep.axis_names, self.ep_axes),
             ("mesh", ep.mesh, self.mesh),
         ):
-            if got != must:
-                raise ValueError(
-                    f"jax_ep.{self.function}: ep.{name} must equal that of the layer, "
-                    f"{must}, got {got}; init ep with it or leave ep out"
-                )
+            if got == must:
+                continue
+            if isinstance(got, EPConfig):
+                got, must = _differences(got, must), _differences(must, got)
+            raise ValueError(
+                f"jax_ep.{self.function}: ep.{name} must equal that of the layer, "
+                f"{must}, got {got}; init ep with it or leave ep out"
+            )
         return ep
 
     def apply(
@@ -403,6 +408,14 @@ class Layer(Arguments):
             return rest | {"experts": found}
         if quantized is None:
             return dict(values)
+        if self.experts is None:
+            raise errors.invalid(
+                self.function,
+                "quantized must be None with the default experts",
+                f"a {type(quantized).__name__}",
+                "make the layer with experts=jax_ep.experts.fp8",
+                kind=TypeError,
+            )
         found = codes.checked(self.function, quantized, self._layouts()[0])
         return {**values, "experts": found}
 
@@ -592,6 +605,15 @@ def _preparer(
         return codes.prepared(layer.function, layer.mesh, layout, held)
 
     return jax.jit(context.under(layer.mesh, run))
+
+
+def _differences(config: EPConfig, other: EPConfig) -> str:
+    """Describes the fields of `config` in which it differs from `other`."""
+    pairs = (
+        (field.name, getattr(config, field.name), getattr(other, field.name))
+        for field in dataclasses.fields(EPConfig)
+    )
+    return ", ".join(f"{name}={own!r}" for name, own, others in pairs if own != others)
 
 
 def refuse_pickling(function: str) -> NoReturn:

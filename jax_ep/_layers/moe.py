@@ -176,6 +176,8 @@ def moe_ffn(
     params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
     moe_checks.require_taken_codes(experts, params)
     moe_checks.require_blocks(ep, experts, params, tp_axis)
+    if tp_axis is not None:
+        moe_checks.require_split(ep, tokens, params, tp_axis)
     if mask is not None:
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:
@@ -210,6 +212,8 @@ def moe_ffn(
     with jax.named_scope("jax_ep.experts"):
         rows = _expert_rows(ep, d, params, tokens.dtype, tp_axis, experts, activation)
     scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
+    rows_shape = (d.tokens.shape[0], config.hidden_size)
+    moe_checks.require_rows(rows, rows_shape, experts)
     if tp_axis and scattered:
         rows = columns.scatter(rows, tp_axis)
         if beside is not None:

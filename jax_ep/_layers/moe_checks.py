@@ -16,6 +16,7 @@ from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
+from jax_ep._core.varying import varying
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._layers import codes as codes_of
 
@@ -72,6 +73,19 @@ def require_choices(
         "a function of gate and up",
         "leave it out for silu(gate) * up",
     )
+    dispatched = getattr(experts, "takes_dispatched", False)
+    for name, value, operands in (
+        ("router", router, ("logits",)),
+        (
+            "experts",
+            experts,
+            ("d", "gate_up", "down")
+            if dispatched
+            else ("rows", "gate_up", "down", "group_sizes"),
+        ),
+        ("activation", activation, ("gate", "up")),
+    ):
+        _require_positions(function, name, value, operands)
     for name, value, instance in (
         ("router", router, "jax_ep.router.Router()"),
         ("experts", experts, "jax_ep.experts.Padded(largest)"),
@@ -85,6 +99,29 @@ def require_choices(
                 operand=name,
                 kind=TypeError,
             )
+
+
+def _require_positions(
+    function: str, name: str, value: Any, operands: Sequence[str]
+) -> None:
+    """Raises TypeError if `value`, a function, cannot take as many positionals."""
+    if isinstance(value, type):
+        return
+    try:
+        taken = inspect.signature(value)
+    except (TypeError, ValueError):  # None, or not a Python function
+        return
+    try:
+        taken.bind_partial(*operands)
+    except TypeError as error:
+        raise errors.invalid(
+            function,
+            f"{name} must be a function of ({', '.join(operands)})",
+            f"{name_of(value)}{taken}",
+            f"wrap it, for example in lambda {', '.join(operands)}: ...",
+            operand=name,
+            kind=TypeError,
+        ) from error
 
 
 def require_mode(function: str, config: EPConfig) -> None:
@@ -167,8 +204,15 @@ def checked_residual(ep: EPHandle, residual: Any, tokens: jax.Array) -> jax.Arra
     return array
 
 
-def _remedy_of_weights(gate_up: tuple[int, ...], local: int, tp: str | None) -> str:
+def _remedy_of_weights(
+    found: tuple[tuple[int, ...], ...], local: int, hidden: int, tp: str | None
+) -> str:
+    gate_up, down = found
     sharded = "shard dimension 0 over the EP axes"
+    if gate_up[:3] == (local, hidden, 2) and down[:1] == (local,):
+        if down[1:] == (hidden, gate_up[-1]):
+            return "transpose down to [L, F, H]"
+        return "give both the same F"
     if len(gate_up) != 3 or gate_up[-1] % 2:
         return sharded
     # Sharding [L, H, 2F] would split the row as a whole, not gate and up separately.
@@ -193,6 +237,36 @@ def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
             operand="experts",
             kind=TypeError,
         )
+
+
+def require_split(
+    ep: EPHandle, tokens: jax.Array, params: Mapping[str, Any], tp_axis: str
+) -> None:
+    """Raises if JAX knows that all ranks of `tp_axis` have the same experts' weights.
+
+    Their results would be added up, so every row would be too large by that factor.
+    """
+    checked = bool(varying(tokens))  # otherwise check_vma is off, or may be
+    names = [name for name in ("gate_up", "down", "experts") if name in params]
+    for name in names:
+        axes = frozenset().union(*map(varying, jax.tree.leaves(params[name])))
+        _require(
+            not checked or tp_axis in axes or ep.mesh.shape[tp_axis] == 1,
+            rule=f"params[{name!r}] must be split along F over tp_axis {tp_axis!r}",
+            value="the same on all of its ranks",
+            remedy=f"name {tp_axis!r} in its in_specs, or leave tp_axis out",
+        )
+
+
+def require_rows(rows: Any, expected: tuple[int, int], experts: Any) -> None:
+    """Raises unless `experts` have returned a row of H columns for each of N rows."""
+    found = jnp.shape(rows)
+    _require(
+        found == expected,
+        rule=f"experts must return [N, H] = {expected}",
+        value=f"{found} from {name_of(experts)}",
+        remedy="return one row per row, with the columns of tokens",
+    )
 
 
 def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
@@ -348,7 +422,7 @@ def checked_params(
             rule=f"{what} must be [L, H, 2, F] and [L, F, H] with this rank's L = "
             f"{local} experts and H = {hidden}",
             value=f"{found[0]} and {found[1]}",
-            remedy=_remedy_of_weights(found[0], local, tp_axis),
+            remedy=_remedy_of_weights(found, local, hidden, tp_axis),
         )
     for name in _BIASES:
         wanted = (local, hidden) if name == "down_bias" else (local, *inner)
@@ -398,7 +472,10 @@ def checked_params(
             tokens.ndim == 2 and tokens.shape[1] == hidden,
             rule=f"tokens must be [n, H] with H = {hidden}",
             value=tokens.shape,
-            remedy="reshape them to two dimensions",
+            remedy="reshape them to two dimensions"
+            if tokens.ndim != 2
+            else f"pass tokens of {hidden} columns, or init ep with hidden_size="
+            f"{tokens.shape[1]}",
         )
     return params
 

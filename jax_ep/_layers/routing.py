@@ -78,10 +78,13 @@ def _checked(
         value = as_array("moe_ffn", f"{name} of router", value)
         if not jnp.issubdtype(value.dtype, kinds):
             dtype = "int32" if name == "ids" else "float32"
+            swapped = name == "ids" and jnp.issubdtype(value.dtype, jnp.floating)
             raise _wrong(
                 f"router must return {name} of dtype {dtype}",
                 value.dtype,
-                f"cast them with {name}.astype({dtype!r})",
+                "return ids before weights: jax.lax.top_k returns the weights first"
+                if swapped
+                else f"cast them with {name}.astype({dtype!r})",
                 TypeError,
             )
         if value.shape != shape:

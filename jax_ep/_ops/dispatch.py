@@ -200,12 +200,21 @@ def _checked(
     checks.require_scope(function, ep)
     config = ep.config
     tokens = as_array(function, "tokens", tokens)
+    if topk_ids is None:
+        raise errors.invalid(
+            function,
+            "topk_ids must be an array",
+            "None",
+            "pass int32 ids, or to dispatch the route= of an earlier dispatch",
+            operand="topk_ids",
+            kind=TypeError,
+        )
     topk_ids = as_array(function, "topk_ids", topk_ids)
     if token_scales is not None:
         token_scales = checks.require_codes(function, ep, tokens, token_scales)
     else:
         checks.require_tokens(function, ep, tokens)
-    checks.require_dtype(function, "topk_ids", topk_ids, "int32")
+    checks.require_ids(function, topk_ids)
     n = tokens.shape[0]
     if n > config.max_tokens_per_rank:
         raise errors.invalid(

@@ -51,8 +51,8 @@ def shortfall(config: EPConfig, ranks: int) -> str | None:
     )
     more = f", plus {beside} for {options}" if beside else ""
     return (
-        f"{what} makes N {rows} rows, but even balanced routing needs {routed}{more}, "
-        f"and rows past N are dropped; set recv_capacity={enough} instead to keep them"
+        f"{what} gives N = {rows}, but even balanced routing needs {routed}{more}, and "
+        f"rows past N are dropped; set recv_capacity={enough} or more"
     )
 
 

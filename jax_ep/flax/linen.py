@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_ep._core import errors as _errors
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
@@ -24,6 +25,20 @@ from jax_ep.placement import Placement
 from jax_ep.router import Router, RouterFunction
 
 __all__ = ["MoE"]
+
+
+def _require_names(
+    values: Mapping[str, Any], names: Sequence[str], method: str, argument: str
+) -> None:
+    """Raises ValueError if a method got params in place of variables, or vice versa."""
+    passed = {"params": "variables['params']", "variables": "all variables"}
+    _errors.require(
+        set(names) <= set(values),
+        f"flax.linen.MoE.{method}",
+        f"{argument} must have {list(names)}",
+        sorted(values),
+        f"pass {passed[argument]} of this layer",
+    )
 
 
 class MoE(nn.Module):
@@ -91,6 +106,7 @@ class MoE(nn.Module):
         """
         layer = _layer.Layer.of("flax.linen.MoE", vars(self))
         whole = nn.unbox(params)
+        _require_names(whole, ("gate_up", "down"), "quantize_weights", "params")
         return layer.quantize_weights(whole["gate_up"], whole["down"], format, backward)
 
     @nn.nowrap
@@ -110,6 +126,7 @@ class MoE(nn.Module):
             ValueError, TypeError: as in `jax_ep.flax.MoE.quantize_weights`.
         """
         whole = nn.unbox(dict(variables))
+        _require_names(whole, ("params",), "quantized", "variables")
         codes = self.quantize_weights(whole["params"], format)
         rest = {
             name: value

@@ -68,7 +68,7 @@ def test_options_that_leave_too_little_are_told(name) -> None:
     fields = SHORT[name]
     told = capacity.shortfall(config(**fields), mesh.size)
     assert told is not None
-    with pytest.warns(UserWarning, match="makes N") as caught:
+    with pytest.warns(UserWarning, match="gives N") as caught:
         ep = helpers.make_ep.__wrapped__(mesh, config(**fields))
     (said,) = [str(each.message) for each in caught]
     assert said == f"jax_ep.init: {told}"
@@ -103,8 +103,8 @@ def test_what_options_take_is_told_apart() -> None:
         for fused in (False, True)
     )
     assert plain == (
-        "recv_capacity makes N 9 rows, but even balanced routing needs 256, and rows "
-        "past N are dropped; set recv_capacity=256 instead to keep them"
+        "recv_capacity gives N = 9, but even balanced routing needs 256, and rows past "
+        "N are dropped; set recv_capacity=256 or more"
     )
     assert shared is not None
     assert "needs 256, plus 128 for fused_shared_expert, and rows past N" in shared

@@ -75,7 +75,7 @@ DISPATCH = {
     "weights_shape": ({"router_weights": (8, 2)}, "router_weights", "(8, 2)"),
     "tokens_dtype": ({"tokens": "float32"}, "tokens", "bfloat16", "float32"),
     "tokens_integer": ({"tokens": "int32"}, "tokens", "bfloat16", "int32"),
-    "ids_float": ({"topk_ids": "float32"}, "topk_ids", "int32", "float32"),
+    "ids_float": ({"topk_ids": "float32"}, "topk_ids", "int32", "ids before weights"),
     "ids_unsigned": ({"topk_ids": "uint32"}, "topk_ids", "int32", "uint32"),
     "ids_short": ({"topk_ids": "int16"}, "topk_ids", "int32", "int16"),
     "weights_dtype": ({"router_weights": "int32"}, "router_weights", "float32"),

@@ -106,7 +106,7 @@ def test_advice_where_options_leave_too_little_room(capsys):
     assert main.main(["doctor", *arguments]) == 0
     assert "capacity_factor" not in capsys.readouterr().out
     assert main.main(["doctor", *arguments, "--expert-alignment", "128"]) == 0
-    assert "advice      capacity_factor 1.25 makes N" in capsys.readouterr().out
+    assert "advice      capacity_factor 1.25 gives N" in capsys.readouterr().out
     arguments[-1] = "0.5"
     assert main.main(["doctor", *arguments]) == 0
-    assert "advice      capacity_factor 0.5 makes N" in capsys.readouterr().out
+    assert "advice      capacity_factor 0.5 gives N" in capsys.readouterr().out

@@ -93,6 +93,35 @@ def test_rows_past_the_largest_are_zeros_without_a_gradient():
     assert max(both_ways(experts.Padded(16), formula, (10, 0, 30))) > 0.1
 
 
+OPERANDS = {
+    "rows": jax.ShapeDtypeStruct((8, 16), jnp.float32),
+    "gate_up": jax.ShapeDtypeStruct((4, 16, 2, 8), jnp.float32),
+    "down": jax.ShapeDtypeStruct((4, 8, 16), jnp.float32),
+    "group_sizes": jax.ShapeDtypeStruct((4,), jnp.int32),
+}
+MATRICES = r"gate_up and down must be \[L, H, 2, F\] and \[L, F, H\] with L = 4"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "words"),
+    [
+        ("rows", (1, 8, 16), "float32", r"rows and group_sizes must be \[N, H\]"),
+        ("rows", (8, 16), "int8", "rows must be bfloat16, float16 or float32"),
+        ("gate_up", (8, 16, 2, 8), "float32", MATRICES),
+        ("gate_up", (4, 16, 16), "float32", MATRICES),
+        ("down", (4, 16, 8), "float32", MATRICES),
+        ("group_sizes", (4,), "float32", "group_sizes must be int32"),
+        ("group_sizes", (), "int32", r"rows and group_sizes must be \[N, H\]"),
+    ],
+)
+@pytest.mark.parametrize("way", [experts.auto, experts.ragged_dot, experts.Padded(8)])
+def test_operands_that_do_not_fit(way, name, shape, dtype, words):
+    assert jax.eval_shape(way, *OPERANDS.values()).shape == (8, 16)
+    given = OPERANDS | {name: jax.ShapeDtypeStruct(shape, dtype)}
+    with pytest.raises((ValueError, TypeError), match=rf"^jax_ep.experts.\w+: {words}"):
+        jax.eval_shape(way, *given.values())
+
+
 @pytest.mark.parametrize("largest", [0, 2.0, True])
 def test_largest_must_be_positive(largest):
     with pytest.raises(ValueError, match=r"^jax_ep.experts.Padded: largest .*got"):

@@ -81,6 +81,15 @@ WRONG = {
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),
     "class": ({"experts": Padded}, "experts must be a function, got the class"),
+    "of_gate": (
+        {"activation": jax.nn.silu},
+        r"activation must be a function of \(gate, up\), got silu",
+    ),
+    "of_rows": (
+        {"experts": lambda rows, weights: rows},
+        r"experts must be a function of \(rows, gate_up, down, group_sizes\)",
+    ),
+    "of_nothing": ({"router": lambda: 0}, r"router must be a function of \(logits\)"),
     "handle": ({"ep": 3}, "ep must be the handle that jax_ep.init returned"),
 }
 

@@ -455,6 +455,43 @@ def test_sizes_that_have_no_codes(sizes, changes, words):
         check_form(caught, where, words)
 
 
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_codes_of_four_bits_of_other_sizes(kind):
+    """Multiples of 32 are enough for "mxfp4" with rows in bfloat16."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    told = small_fields(mesh, hidden_size=96, intermediate_size=32, dtype="bfloat16")
+    x = jnp.ones((4, 4, 96), jnp.bfloat16)
+    if kind == "nnx":
+        layer = jax_ep.flax.MoE(**told, rngs=nnx.Rngs(0))
+        fresh = jax_ep.flax.MoE(**told, weights_format="mxfp4", rngs=nnx.Rngs(0))
+        made, wanted = (
+            nnx.to_pure_dict(nnx.state(each))
+            for each in (fresh, layer.quantized("mxfp4"))
+        )
+        y, want = fresh(x), layer.quantized("mxfp4")(x)
+    else:
+        layer = jax_ep.flax.linen.MoE(**told)
+        codes, wanted = layer.quantized(layer.init(jax.random.key(0), x), "mxfp4")
+        fresh = jax_ep.flax.linen.MoE(**told, weights_format="mxfp4")
+        made = nn.unbox(fresh.init(jax.random.key(0), x))
+        y, want = fresh.apply(wanted, x), codes.apply(wanted, x)
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, wanted)
+    np.testing.assert_array_equal(y, want)
+
+
+def test_linen_says_which_variables_it_needs():
+    mesh = helpers.make_mesh({"ep": 2})
+    layer = jax_ep.flax.linen.MoE(**fields(mesh))
+    variables = layer.init(jax.random.key(0), inputs())
+    for method, given, words in (
+        ("quantized", variables["params"], "pass all variables of this layer"),
+        ("quantize_weights", variables, "pass variables['params'] of this layer"),
+    ):
+        with raises() as caught:
+            getattr(layer, method)(given)
+        check_form(caught, f"flax.linen.MoE.{method}", words)
+
+
 def test_misused_codes():
     mesh = helpers.make_mesh({"ep": 2})
     layer = jax_ep.flax.MoE(**fields(mesh, **FP8), rngs=nnx.Rngs(0))

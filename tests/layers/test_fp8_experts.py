@@ -14,7 +14,7 @@ from jax_ep import experts
 from jax_ep._experts import operations, select
 from support import fp8_experts as formula
 from support import helpers, quantizer
-from support.errors import check_form, raises
+from support.errors import check_form, check_state, raises
 from support.fp8_experts import cosine, dispatched, distance
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -487,6 +487,25 @@ def test_a_derivative_needs_the_port():
     with raises() as caught:
         jax.grad(lambda gate_up: jnp.sum(experts.fp8(d, gate_up, DOWN)))(GATE_UP)
     check_form(caught, "experts.fp8", "grad_port")
+
+
+@pytest.mark.parametrize("of", ["masters", "rows", "cotangent"])
+def test_second_derivatives_are_refused(of):
+    d = dispatched(ROWS, (4,), "bf16")
+
+    def loss(port, gate_up, factor):
+        return jnp.sum(factor * experts.fp8(with_port(d, port), gate_up, DOWN))
+
+    at = {"rows": 0, "masters": 1, "cotangent": 2}[of]
+    operands = port_of(d), GATE_UP, jnp.float32(2)
+
+    def gradient(*operands):
+        return jnp.sum(jax.grad(loss, 1)(*operands))
+
+    jax.eval_shape(gradient, *operands)
+    with raises() as caught:
+        jax.eval_shape(jax.grad(gradient, at), *operands)
+    check_state(caught, "experts.fp8", "only first derivatives", "jax_ep.experts.auto")
 
 
 @pytest.mark.parametrize("name", ["auto", "ragged_dot", "hopper"])

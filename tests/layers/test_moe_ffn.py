@@ -182,7 +182,11 @@ def halves(params):
         (lambda p: p.update(bias=0), "nothing besides"),
         (lambda p: p.pop("shared_down"), "must come together"),
         (lambda p: p.update(router=p["router"][:, :8]), r"router must be \[H, E\]"),
-        (lambda p: p.update(gate_up=p["gate_up"][..., :4]), "gate_up and down .*shard"),
+        (lambda p: p.update(gate_up=p["gate_up"][..., :4]), "down .*both the same F"),
+        (
+            lambda p: p.update(down=jnp.swapaxes(p["down"], 1, 2)),
+            r"gate_up and down .*transpose down to \[L, F, H\]",
+        ),
         (
             lambda p: p.update(gate_up=halves(p)),
             r"reshape .*\[L, H, 2, F\], gate first(?!,)",
@@ -202,6 +206,62 @@ def test_wrong_params(change, message):
         jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
             x, params
         )
+
+
+def test_experts_must_return_rows_of_h_columns():
+    mesh = helpers.make_mesh(1)
+    ep = helpers.make_ep(mesh, config())
+    x = np.ones((N, moe_dense.HIDDEN), np.float32)
+
+    def narrow(rows, gate_up, down, group_sizes):
+        return rows[:, :8]
+
+    body = functools.partial(jax_ep.moe_ffn, ep, experts=narrow)
+    run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match=r"experts must return \[N, H\].*from narrow"):
+        jax.eval_shape(run, x, moe_dense.params())
+
+
+@pytest.mark.parametrize("of", ["weights", "codes"])
+def test_weights_that_tp_axis_does_not_split(of):
+    """Each rank would add the whole result."""
+    mesh = helpers.make_mesh({"ep": 1, "tp": 2})
+    ep = helpers.make_ep(mesh, config())
+    params = moe_dense.params(shared=False)
+    x = np.ones((N, moe_dense.HIDDEN), np.float32)
+    options = {"tp_axis": "tp"}
+    if of == "codes":
+        sizes = {"num_experts": 2, "top_k": 1, "max_tokens_per_rank": N}
+        ep = helpers.make_ep(
+            mesh, jax_ep.EPConfig(**sizes, hidden_size=128, dtype="float32")
+        )
+        rng = np.random.default_rng(0)
+        shapes = {"gate_up": (2, 128, 2, 128), "down": (2, 128, 128)}
+        matrices = {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+        codes = jax_ep.experts.quantize_weights(**matrices).canonical()
+        params = {"router": np.ones((128, 2), np.float32), "experts": codes}
+        x = np.ones((N, 128), np.float32)
+        options["experts"] = jax_ep.experts.fp8
+    body = functools.partial(jax_ep.moe_ffn, ep, **options)
+    run = jax.shard_map(
+        lambda x, params: body(x, params)[0],
+        mesh=mesh,
+        in_specs=(P("ep"), P()),
+        out_specs=P("ep"),
+    )
+    with pytest.raises(ValueError, match="must be split along F over tp_axis 'tp'"):
+        jax.eval_shape(run, x, params)
+
+
+def test_tokens_of_another_width():
+    mesh = helpers.make_mesh(1)
+    ep = helpers.make_ep(mesh, config())
+    x = np.ones((N, moe_dense.HIDDEN // 2), np.float32)
+    body = functools.partial(jax_ep.moe_ffn, ep)
+    run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    width = moe_dense.HIDDEN
+    with pytest.raises(ValueError, match=f"pass tokens of {width} columns, or init ep"):
+        jax.eval_shape(run, x, moe_dense.params())
 
 
 def test_halves_that_an_axis_splits():

@@ -128,6 +128,7 @@ def needs_no_bias(logits):
         (with_ids(lambda ids, w: (ids[:, :2], w)), f"ids [n, K] of shape ({N}, 3)"),
         (with_ids(lambda ids, w: (ids, w[0])), f"weights [n, K] of shape ({N}, 3)"),
         (with_ids(lambda ids, w: (ids + 0.0, w)), "ids of dtype int32, got float32"),
+        (with_ids(lambda ids, w: (w, ids)), "return ids before weights"),
         (with_ids(lambda ids, w: (ids, ids)), "weights of dtype float32, got int32"),
         (with_ids(lambda ids, w: (ids, 3)), "weights of router must be an array"),
         (with_ids(lambda ids, w: (ids, w, w)), "loss [] of shape ()"),
