@@ -316,11 +316,12 @@ class Layer(Arguments):
 
     def _checked(self, ep: EPHandle) -> EPHandle:
         moe_checks.require_handle(self.function, ep)
-        for name, got, must in (
+        pairs: tuple[tuple[str, Any, Any], ...] = (
             ("config", ep.config, self.config),
             ("axis_names", ep.axis_names, self.ep_axes),
             ("mesh", ep.mesh, self.mesh),
-        ):
+        )
+        for name, got, must in pairs:
             if got == must:
                 continue
             if isinstance(got, EPConfig):
