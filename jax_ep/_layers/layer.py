@@ -316,20 +316,17 @@ class Layer(Arguments):
 
     def _checked(self, ep: EPHandle) -> EPHandle:
         moe_checks.require_handle(self.function, ep)
-        pairs: tuple[tuple[str, Any, Any], ...] = (
-            ("config", ep.config, self.config),
+        configs = ep.config, self.config
+        for name, got, must in (
+            ("config", _differences(*configs), _differences(*reversed(configs))),
             ("axis_names", ep.axis_names, self.ep_axes),
             ("mesh", ep.mesh, self.mesh),
-        )
-        for name, got, must in pairs:
-            if got == must:
-                continue
-            if isinstance(got, EPConfig):
-                got, must = _differences(got, must), _differences(must, got)
-            raise ValueError(
-                f"jax_ep.{self.function}: ep.{name} must equal that of the layer, "
-                f"{must}, got {got}; init ep with it or leave ep out"
-            )
+        ):
+            if got != must:
+                raise ValueError(
+                    f"jax_ep.{self.function}: ep.{name} must equal that of the layer, "
+                    f"{must}, got {got}; init ep with it or leave ep out"
+                )
         return ep
 
     def apply(
