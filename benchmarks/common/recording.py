@@ -62,15 +62,14 @@ def head(kind, **facts):
 def head_here(kind, module, arguments, count=1, **facts):
     """Returns `head` for a run of `module` on `count` devices of this process.
 
-    With XLA_FLAGS in the environment it has them as `xla_flags`.
+    It has XLA_FLAGS of the environment as `xla_flags`.
     """
-    flags = os.environ.get("XLA_FLAGS", "").strip()
     return head(
         kind,
         device=jax.devices()[0].device_kind,
         count=count,
         jax=jax.__version__,
         command=command(module, arguments),
-        **({"xla_flags": flags} if flags else {}),
+        xla_flags=os.environ.get("XLA_FLAGS", "").strip(),
         **facts,
     )

@@ -19,7 +19,6 @@ Writes benchmarks/results/grouped-<device>x1-<date>.json. With --tiny it also ru
 machine without such a GPU: there the kernels are only lowered for one.
 """
 
-import os
 import statistics
 import sys
 import time
@@ -396,7 +395,6 @@ def main(arguments=None):
         "grouped",
         "layers.grouped",
         arguments,
-        xla_flags=os.environ.get("XLA_FLAGS", ""),
         cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
         results=rows,
     )
