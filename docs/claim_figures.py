@@ -446,15 +446,35 @@ def decode_us(*places):
     return found
 
 
-def four_bits_of_a_step(record, rows):
-    """Microseconds with "mxfp4" weights, repeated and alone; of a read."""
-    step, read = (
-        pick(record["results"], part="experts", rows=rows, way=way, format="mxfp4")
-        for way in ("mxfp4", "read")
-    )
-    yield step["us"]
-    yield step["traces"]["experts"]["span_us"] / record["steps"]
-    yield read["us"]
+def _alone_and_repeated(record, rows, way, name="mxfp4"):
+    """Microseconds per step, in a profiled call and in repeated ones."""
+    found = pick(record["results"], part="experts", rows=rows, way=way, format=name)
+    trace = found["traces"]["read" if way == "read" else "experts"]
+    return trace["span_us"] / record["steps"], found["us"]
+
+
+def four_bits_by_time(record, longer):
+    """Microseconds of 1024 rows with "mxfp4" weights, and in a longer run."""
+    yield from _alone_and_repeated(record, 1024, "mxfp4")
+    yield from decode_us((1024, "mxfp4"))(longer)
+
+
+def sixteen_rows(record):
+    """Microseconds of 16 rows with "mxfp4" weights, then of a read."""
+    for way in ("mxfp4", "read"):
+        yield from _alone_and_repeated(record, 16, way)
+
+
+def most_longer(*ways):
+    """The most percent that repeated calls take more than a profiled one."""
+
+    def found(record):
+        rows = record["results"]
+        names = {row["way"]: row["format"] for row in rows if row["part"] == "experts"}
+        times = [_alone_and_repeated(record, 1024, way, names[way]) for way in ways]
+        yield max(100 * (repeated / alone - 1) for alone, repeated in times)
+
+    return found
 
 
 def least_issued(record):
@@ -476,11 +496,19 @@ def most_few_rows(record):
     yield bound
 
 
-def few_rows_lose(record):
-    """The most percent that the kernels for few rows lose, up to the bound."""
+def few_rows_gain(record):
+    """Percent that the kernels for few rows gain in fp8, and lose at the bound."""
     most = _few_rows_bound() * record["groups"]
-    taken = [row["ratio"] for row in record["results"] if row["rows"] <= most]
-    yield 100 * (max(taken) - 1)
+    rows = [row for row in record["results"] if row["rows"] <= most]
+    fewer = {
+        name: [
+            1 - r["ratio"] for r in rows if r["weights"] == name and r["rows"] < most
+        ]
+        for name in ("bf16", "fp8")
+    }
+    assert all(0 <= gain < 0.01 for gain in fewer["bf16"])
+    yield from (100 * gain for gain in span(fewer["fp8"]))
+    yield 100 * (max(row["ratio"] for row in rows) - 1)
 
 
 def layer_ms(*records):

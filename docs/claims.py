@@ -503,25 +503,26 @@ PAGES = {
     ],
     "docs/benchmarks.md": [
         Claim(
-            DECODE,
-            "A step of 1024 rows takes {} us when steps follow each other for 0.1 s, "
-            "and {} in a single call of 32 steps that is profiled",
-            lambda record: list(of.four_bits_of_a_step(record, 1024))[:2],
-        ),
-        Claim(
-            "before-decode-h200x1-2026-11-28",
-            "Over 0.3 s, on another card, it took {}",
-            of.decode_us((1024, "mxfp4")),
+            f"{DECODE} before-decode-h200x1-2026-11-28",
+            "Experts with 1024 rows take {} us per step in a single profiled call of "
+            "32 steps, {} us per step when such calls follow each other for 0.1 s, "
+            "and, on another card, {} us when",
+            of.four_bits_by_time,
         ),
         Claim(
             DECODE,
-            "With 16 rows a step takes {} us when steps follow each other, and {} in a "
-            "single call. A read takes {} us either way",
-            lambda record: of.four_bits_of_a_step(record, 16),
+            "In bfloat16 and fp8 repeated calls take at most {}% longer than a single",
+            of.most_longer("bf16", "fp8"),
+        ),
+        Claim(
+            DECODE,
+            "Experts with 16 rows take {} us per step in a single call and {} us in "
+            "repeated ones, and a plain read of their weights takes {} and {} us",
+            of.sixteen_rows,
         ),
         Claim(
             "mxfp4-profile-h200x1-*",
-            "the kernels issue an instruction in {}% of the cycles",
+            "each of the two kernels issues an instruction in at least {}% of the",
             of.least_issued,
         ),
         Claim(
@@ -548,8 +549,9 @@ PAGES = {
         ),
         Claim(
             "few-rows-h200x1-*",
-            "If all of them come, it is at most {}% slower",
-            of.few_rows_lose,
+            "it is as fast in bfloat16 and {} to {}% faster in fp8, and with all 32 it "
+            "is at most {}% slower",
+            of.few_rows_gain,
         ),
         Claim(
             "decode-h200x2-*",

@@ -748,15 +748,7 @@ def _require_operands(
             operand="rows",
             kind=TypeError,
         )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise errors.invalid(
-            function,
-            "group_sizes must be int32",
-            group_sizes.dtype,
-            "pass the group_sizes of the dispatch",
-            operand="group_sizes",
-            kind=TypeError,
-        )
+    checks.require_dtype(function, "group_sizes", group_sizes, "int32")
     errors.require(
         rows.ndim == 2 and group_sizes.ndim == 1,
         function,

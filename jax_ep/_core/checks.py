@@ -37,15 +37,14 @@ def require_dtype(
         )
 
 
-SWAPPED_REMEDY = "pass ids before weights: jax.lax.top_k returns the weights first"
+SWAPPED = "ids before weights: jax.lax.top_k returns the weights first"
 
 
 def require_ids(function: str, value: jax.Array) -> None:
     """Raises TypeError unless `topk_ids` are int32."""
     floats = jnp.issubdtype(value.dtype, jnp.floating)
-    require_dtype(
-        function, "topk_ids", value, "int32", SWAPPED_REMEDY if floats else None
-    )
+    remedy = f"pass {SWAPPED}" if floats else None
+    require_dtype(function, "topk_ids", value, "int32", remedy)
 
 
 def widened_weights(function: str, value: Any) -> jax.Array:

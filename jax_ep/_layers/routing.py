@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import router as routers
-from jax_ep._core import errors
+from jax_ep._core import checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._layers import moe_checks
@@ -82,7 +82,7 @@ def _checked(
             raise _wrong(
                 f"router must return {name} of dtype {dtype}",
                 value.dtype,
-                "return ids before weights: jax.lax.top_k returns the weights first"
+                f"return {checks.SWAPPED}"
                 if swapped
                 else f"cast them with {name}.astype({dtype!r})",
                 TypeError,

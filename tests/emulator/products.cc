@@ -227,30 +227,13 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   Read(block, product, false, left);
   Read(block, product, true, right);
   const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
-  const auto multiply = [&]<uint32_t kColumns>() {
-    Multiply<kColumns>(left, right, steps, product.add, action.sums->at);
+  const auto multiplied = [&]<uint32_t... kColumns>() {
+    return ((product.columns == kColumns &&
+             (Multiply<kColumns>(left, right, steps, product.add, action.sums->at), true)) ||
+            ...);
   };
-  switch (product.columns) {
-    case 8:
-      multiply.operator()<8>();
-      break;
-    case 16:
-      multiply.operator()<16>();
-      break;
-    case 32:
-      multiply.operator()<32>();
-      break;
-    case 64:
-      multiply.operator()<64>();
-      break;
-    case 128:
-      multiply.operator()<128>();
-      break;
-    case 256:
-      multiply.operator()<256>();
-      break;
-    default:
-      Die("a product of %u columns", product.columns);
+  if (!multiplied.operator()<8, 16, 32, 64, 128, 256>()) {
+    Die("a product of %u columns", product.columns);
   }
   action.done = true;
   ++warpgroup.done;

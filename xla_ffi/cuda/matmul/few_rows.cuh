@@ -1,6 +1,7 @@
-// What happens to the sums of products with few rows. Columns of the matrix are the rows of wgmma's
-// left operand, so a warp has 16 columns of up to 64 rows from each product of a warpgroup:
-// element 4 * c + 2 * r + i of a lane is row 8 * c + 2 * (lane % 4) + i in column lane / 4 + 8 * r.
+// How groups with few rows are multiplied, and what happens to the sums. Columns of the matrix are
+// the rows of wgmma's left operand, so a warp has 16 columns of up to 64 rows from each product of
+// a warpgroup. Element 4 * c + 2 * r + i of a lane is row 8 * c + 2 * (lane % 4) + i in column
+// lane / 4 + 8 * r.
 #pragma once
 
 #include <cstdint>

@@ -9,8 +9,8 @@ namespace {
 // Kernels count rows, groups and columns in int32.
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
-// Up to this many rows per group on average, kernels for few rows are as fast as others or faster
-// (docs/benchmarks.md, few rows).
+// If there is room for at most this many rows per group, the kernels for few rows run. Chosen by
+// the times in docs/benchmarks.md, "Decode".
 constexpr int64_t kFewRows = 32;
 
 // Row scales are indexed in uint32.

@@ -51,9 +51,8 @@ struct UnitPlan {
   int32_t steps;         // except in kOuter
 };
 
-// Finds the units of this block's cluster, one after the other. All methods are called by a
-// whole warp.
-// With kFew all tiles are halves, of up to kHalfRows rows.
+// Finds the units of this block's cluster, one after the other. With kFew all tiles are halves, of
+// up to kHalfRows rows. All methods are called by a whole warp.
 template <bool kOuter, bool kFew>
 class UnitWalk {
  public:
