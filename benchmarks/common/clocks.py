@@ -10,6 +10,8 @@ import statistics
 import subprocess
 import tempfile
 
+from benchmarks.common import processes
+
 PERIOD_MS = 50
 # nvidia-smi's names, by the names that records use.
 _QUERIES = {
@@ -24,11 +26,12 @@ _BUSY = 0.5  # of the power limit: between two programs a GPU draws less
 
 
 @contextlib.contextmanager
-def sampled(gpu=0):
+def sampled():
     """Yields a dict that holds the medians of the busy samples after the block.
 
-    Clocks are in MHz. `capped` is the share of samples in which the power cap held the
-    clock down. The dict stays empty if nvidia-smi is missing or reports nothing.
+    They are of the first GPU that this process sees. Clocks are in MHz. `capped` is the
+    share of samples in which the power cap held the clock down. The dict stays empty if
+    nvidia-smi is missing or reports nothing.
     """
     found = {}
     program = shutil.which("nvidia-smi")
@@ -36,6 +39,7 @@ def sampled(gpu=0):
         yield found
         return
     query = f"--query-gpu={','.join(_QUERIES.values())}"
+    gpu = processes.visible_gpus(1)[0]
     words = (f"--id={gpu}", query, "--format=csv,noheader,nounits", f"-lms={PERIOD_MS}")
     with tempfile.TemporaryFile("w+") as lines:
         with subprocess.Popen(

@@ -24,9 +24,12 @@ def smi(tmp_path, monkeypatch):
         told = tmp_path / "lines"
         told.write_text("\n".join(lines))
         program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\ncat {told}\nexec sleep 60\n")
+        asked = tmp_path / "asked"
+        script = f'#!/bin/sh\necho "$@" >{asked}\ncat {told}\nexec sleep 60\n'
+        program.write_text(script)
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        return asked
 
     return make
 
@@ -45,6 +48,16 @@ def test_medians_of_busy_samples(smi):
     assert (found["watts"], found["most_watts"]) == (690, 700)
     assert found["samples"] == 3
     assert found["capped"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(None, "0"), ("3,2", "3")])
+def test_samples_the_first_gpu_of_this_process(smi, monkeypatch, visible, gpu):
+    asked = smi(*LINES)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    sampled()
+    assert f"--id={gpu}" in asked.read_text().split()
 
 
 @pytest.mark.parametrize("lines", [(), LINES[:1], ("no devices were found",)])
