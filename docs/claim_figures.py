@@ -497,18 +497,17 @@ def most_few_rows(record):
 
 
 def few_rows_gain(record):
-    """Percent that the kernels for few rows gain in fp8, and lose at the bound."""
+    """Percent by which few_rows.cuh is faster in fp8 up to half the bound, then slower.
+
+    In bfloat16 it must be as fast up to the bound.
+    """
     most = _few_rows_bound() * record["groups"]
     rows = [row for row in record["results"] if row["rows"] <= most]
-    fewer = {
-        name: [
-            1 - r["ratio"] for r in rows if r["weights"] == name and r["rows"] < most
-        ]
-        for name in ("bf16", "fp8")
-    }
-    assert all(0 <= gain < 0.01 for gain in fewer["bf16"])
-    yield from (100 * gain for gain in span(fewer["fp8"]))
-    yield 100 * (max(row["ratio"] for row in rows) - 1)
+    assert all(abs(r["ratio"] - 1) < 0.01 for r in rows if r["weights"] == "bf16")
+    fp8 = [row for row in rows if row["weights"] == "fp8"]
+    gains = span(1 - row["ratio"] for row in fp8 if 2 * row["rows"] <= most)
+    yield from (100 * gain for gain in gains)
+    yield 100 * (max(row["ratio"] for row in fp8) - 1)
 
 
 def layer_ms(*records):
@@ -519,6 +518,22 @@ def layer_ms(*records):
         for name in layer_report.PASSES
     )
     return list(found)
+
+
+def _repeats(record, case, layer):
+    """Returns the row of a layer's forward pass."""
+    at = {"case": case, "layer": layer, "pass": "forward"}
+    return layer_report.best(record["results"], **at)
+
+
+def disturbed_stats(*records):
+    """Milliseconds of a step with stats: its repeats in a run, and in one before it."""
+    now, before = (_repeats(each, "decode", "p2p, stats") for each in records)
+    return now["ms_least"], now["ms_most"], before["ms"]
+
+
+def dense_forward(*records):
+    return [_repeats(each, "large-256", "dense")["ms"] for each in records]
 
 
 def whole_experts(case, *ways):

@@ -526,9 +526,9 @@ PAGES = {
             of.least_issued,
         ),
         Claim(
-            "more-decode-h200x1-*",
-            "`mxfp4` takes {} us and `mxfp4-fp8` {}, where `fp8` takes {}; with 8 rows "
-            "they take {}, {} and {}.",
+            DECODE,
+            "With 256 rows `mxfp4` takes {} us and `mxfp4-fp8` {}, where `fp8` takes "
+            "{}; with 8 rows they take {}, {} and {}.",
             of.decode_us(
                 *(
                     (rows, way)
@@ -549,8 +549,8 @@ PAGES = {
         ),
         Claim(
             "few-rows-h200x1-*",
-            "it is as fast in bfloat16 and {} to {}% faster in fp8, and with all 32 it "
-            "is at most {}% slower",
+            "In fp8 it is {} to {}% faster with up to 16 rows per expert, and at most "
+            "{}% slower with all 32",
             of.few_rows_gain,
         ),
         Claim(
@@ -564,6 +564,17 @@ PAGES = {
             "on each of 2 GPUs, takes {} ms, and {} with gradients. With the Pallas "
             "kernels of commit 08b5e9d it took {} and {} on the same GPUs",
             of.layer_ms,
+        ),
+        Claim(
+            f"{LAYERS} layer-h200x2-2026-11-27",
+            "with `jax_ep.stats` took {} to {} ms, though without it they hardly "
+            "differ; on 2026-11-27 it took {} ms",
+            of.disturbed_stats,
+        ),
+        Claim(
+            f"{LAYERS} layer-h200x2-2026-11-27",
+            "forward pass of 256 experts took {} ms; on 2026-11-27 it took {} ms",
+            of.dense_forward,
         ),
         Claim(
             EXPERTS,

@@ -44,10 +44,19 @@ def test_doctor_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setattr(findings, "self_test", lambda *_: "passed")
     assert main.main(["doctor", "--ranks", "32", "--ranks-per-node", "4"]) == 0
     said = capsys.readouterr().out
-    # Names and paths stay whole, however long they are on this machine.
+    # Names, paths and commands stay whole, however long they are on this machine.
     wide = [line for line in said.splitlines() if len(line) > columns]
-    assert all(len(line[_cli_text.LABEL :].split()) == 1 for line in wide), wide
+    words = [line.replace("pip install ", "pip-install-") for line in wide]
+    assert all(len(line[_cli_text.LABEL :].split()) == 1 for line in words), wide
     assert "window of shmem over nodes of 4 ranks" in " ".join(said.split())
+
+
+def test_commands_stay_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "pip install nvidia-nvshmem-cu13"
+    lines = _cli_text.entry("shmem", f"no headers of NVSHMEM ({command} before it)")
+    wide = [line for line in lines if len(line) > 40]
+    assert [line.strip() for line in wide] == [f"({command}"]
 
 
 @pytest.mark.parametrize("columns", [40, 80])
