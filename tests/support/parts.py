@@ -1,4 +1,7 @@
-"""A pytest plugin to run fewer tests: --part I/N (for record_suite.py), --cases N."""
+"""A pytest plugin to run fewer tests: --part I/N, for record_suite.py, and by drawing.
+
+--percent draws test functions, and --cases draws cases of those that are left.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="at most so many cases of each test function, drawn at random",
     )
-    parser.addoption("--draw", default="", help="the seed of --cases: any word")
+    parser.addoption(
+        "--percent", type=float, help="about so many test functions, drawn at random"
+    )
+    parser.addoption(
+        "--always",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a test function that --percent keeps",
+    )
+    parser.addoption("--draw", default="", help="the seed of both: any word")
+
+
+def is_drawn(function: str, percent: float, seed: str) -> bool:
+    """Whether --percent keeps a test function."""
+    return random.Random(f"{seed} percent {function}").random() * 100 < percent
+
+
+def function_of(item: pytest.Item) -> str:
+    """The test function's id, without parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def drawn(function: str, cases: Sequence, most: int, seed: str) -> list:
@@ -30,11 +53,19 @@ def drawn(function: str, cases: Sequence, most: int, seed: str) -> list:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     kept = list(items)
+    seed = config.getoption("--draw")
+    if (percent := config.getoption("--percent")) is not None:
+        always = set(config.getoption("--always"))
+        kept = [
+            item
+            for item in kept
+            if getattr(item, "originalname", item.name) in always
+            or is_drawn(function_of(item), percent, seed)
+        ]
     if (most := config.getoption("--cases")) is not None:
         functions = collections.defaultdict(list)
         for item in kept:
-            functions[item.nodeid.partition("[")[0]].append(item)
-        seed = config.getoption("--draw")
+            functions[function_of(item)].append(item)
         chosen = {
             case
             for name, cases in functions.items()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -44,6 +46,43 @@ def test_a_bare_run_leaves_out_the_thorough(words, left_out, processes) -> None:
     assert ("bringing up nodes" in done.stdout) == processes
 
 
+def collected(folder: pathlib.Path, *words: str) -> list[tuple[str, int]]:
+    """Returns the names and numbers of the cases that pytest would run in `folder`."""
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = thorough")
+    command = [sys.executable, "-m", "pytest", "-p", "support.parts", "--collect-only"]
+    paths = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
+    done = run_to_end([*command, "-q", *words], cwd=folder, env=paths)
+    assert done.returncode == 0, done.stdout
+    return [
+        (name, int(number))
+        for name, number in re.findall(r"::(\w+)\[(\d+)\]", done.stdout)
+    ]
+
+
+MANY = """
+@pytest.mark.parametrize("case", range(3))
+def test_{}(case):
+    pass
+"""
+
+
+def test_a_percentage_of_functions_is_drawn(tmp_path) -> None:
+    """A function is drawn with all its cases, by the seed, or named by --always."""
+    text = "\n".join(MANY.format(i) for i in range(40))
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{text}")
+    run = functools.partial(collected, tmp_path, "--percent")
+    drawn = {seed: run("30", "--draw", seed) for seed in ("a", "b")}
+    assert run("30", "--draw", "a") == drawn["a"] != drawn["b"]
+    for cases in drawn.values():
+        names = [name for name, _ in cases]
+        assert {names.count(name) for name in names} == {3}
+        assert 4 <= len(set(names)) <= 20
+    missing = min({f"test_{i}" for i in range(40)} - {name for name, _ in drawn["a"]})
+    named = run("30", "--draw", "a", "--always", missing)
+    assert {*named} == {*drawn["a"], *((missing, case) for case in range(3))}
+    assert len(run("100")) == 120
+
+
 CASES = """
 import pytest
 
@@ -59,26 +98,13 @@ test_other = test_one
 def test_cases_are_of_what_is_selected(tmp_path) -> None:
     """-m leaves cases out before they are counted; a seed draws the same every time."""
     (tmp_path / "test_it.py").write_text(CASES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = thorough")
-    command = [sys.executable, "-m", "pytest", "-p", "support.parts", "--collect-only"]
-    paths = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
-
-    def run(*words: str) -> list[tuple[str, int]]:
-        done = run_to_end([*command, "-q", *words], cwd=tmp_path, env=paths)
-        assert done.returncode == 0, done.stdout
-        return [
-            (name, int(number))
-            for name, number in re.findall(r"::(\w+)\[(\d+)\]", done.stdout)
-        ]
-
-    few = run("--cases", "2", "-m", "not thorough")
+    run = functools.partial(collected, tmp_path, "--cases")
+    few = run("2", "-m", "not thorough")
     assert [name for name, _ in few] == ["test_one"] * 2 + ["test_other"] * 2
     assert max(i for _, i in few) < 4
-    drawn = [
-        run("--cases", "8", "--draw", seed, "-m", "thorough") for seed in ("a", "b")
-    ]
+    drawn = [run("8", "--draw", seed, "-m", "thorough") for seed in ("a", "b")]
     assert drawn[0] != drawn[1]
-    assert run("--cases", "8", "--draw", "a", "-m", "thorough") == drawn[0]
+    assert run("8", "--draw", "a", "-m", "thorough") == drawn[0]
     for cases in drawn:
         one, other = (
             {i for name, i in cases if name == of} for of in ("test_one", "test_other")
