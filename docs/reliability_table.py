@@ -37,7 +37,7 @@ def _source(data):
 def _of_ci(records, command):
     # What only runs in CI leaves no record.
     recorded = _of_suite(records, command, "cpu") if _files(command) else None
-    return recorded or "no record; every `.ci/run` runs it"
+    return recorded or "no record; `.ci/run` runs it"
 
 
 def _of_gpus(records, command):
@@ -164,7 +164,7 @@ def _of_attacks(records, command):
         good = sum(data["survived"].values())
         return (
             f"{_source(data)}: {data['attacks']} attacks at {data['points']} points of "
-            f"`init` in {data['processes']} processes, {good} survived; every "
+            f"`init` in {data['processes']} processes, {good} survived; "
             "`.ci/run` runs some of them"
         )
     return NOT_YET
