@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs compute-sanitizer over jax_ep's kernels. First it runs synccheck, racecheck and memcheck on the
-# program of benchmarks/calls/window_kernels.py, without JAX, in all formats; the program is built unless
-# KERNELS names one. Then it runs memcheck over tests, side by side with a process per file. Needs the
-# tool, GPUs and the tests' packages; ends within LIMIT_S (default 600).
+# program of benchmarks/calls/window_kernels.py, without JAX, in all formats, and synccheck and memcheck
+# on that of benchmarks/limits/few_rows.py; they are built unless KERNELS and MATMULS name them. Then it
+# runs memcheck over tests, side by side with a process per file. Needs the tool, GPUs and the tests'
+# packages; ends within LIMIT_S (default 600).
 #
 #   tools/sanitize.sh [python]
 #
@@ -10,7 +11,8 @@
 # waits for no other rank's kernel. If warps use bar.arrive, or some wait at another barrier
 # meanwhile, racecheck reports races between accesses that a barrier orders, even across a
 # __syncthreads. So it gets a program whose warps wait where they need only arrive, and no formats
-# with helper warps. For those, tests/emulator/races.cmake looks for races without a GPU.
+# with helper warps, and no matmuls, whose warps are ordered by mbarriers and __syncwarp. For those,
+# tests/emulator/races.cmake looks for races without a GPU.
 #
 # The last lines are the summary, which is also written to benchmarks/results. Exits 0 if all runs are
 # clean.
@@ -86,11 +88,17 @@ share=$((limit / 34))
 formats="bf16 fp8_block128 mxfp8 mxfp4 nvfp4"
 program=${KERNELS:-$logs/window_kernels}
 waiting=$logs/window_kernels_waiting
+matmuls=${MATMULS:-$logs/few_rows}
 "$python" -m benchmarks.calls.window_kernels --keep "$waiting" --nvcc=-lineinfo \
   --nvcc=-DJAX_EP_ARRIVE_WAITS &
+builds=$!
+[ -x "$matmuls" ] || {
+  "$python" -m benchmarks.limits.few_rows --keep "$matmuls" &
+  builds+=" $!"
+}
 [ -x "$program" ] || "$python" -m benchmarks.calls.window_kernels --keep "$program" --nvcc=-lineinfo ||
   exit 2
-wait $! || exit 2
+for build in $builds; do wait "$build" || exit 2; done
 # Calls that route in one part and in many, low latency and not, and along a known route.
 kernels synccheck $((share * 3)) "$one" synccheck "$formats" --quantized --tokens 3,40,300,600
 program=$waiting kernels racecheck $((share * 3)) "$one" racecheck bf16 --tokens 3,40,300,600 \
@@ -99,9 +107,16 @@ program=$waiting kernels racecheck-halves $((share * 3)) "$one" racecheck bf16 -
   --tokens 40,300 --timeout-s 60
 kernels memcheck $((share * 4)) "$two" memcheck "$formats" --quantized --tokens 3,40,300,600
 kernels memcheck-halves $((share * 3)) "$two" memcheck "$formats" --quantized --halves --tokens 40,300
+for kind in synccheck memcheck; do
+  sanitized "$kind-matmuls" $((share * 4)) "$one" "$kind" '"different": 0' "$matmuls" --rows 16 \
+    --seconds 0.001 &
+done
+wait
 
 # Tests of the transport that drop rows, align and cut groups, and have the smallest and odd row sizes.
 files=(tests/api/test_{dispatch,combine}.py tests/autodiff/test_vjp.py tests/transports/test_p2p.py)
+# A few cases each of all kinds of matmuls.
+matmul_files=(tests/layers/test_{hopper_experts,fp8_kernels}.py)
 # A few tests each of formats, options and calls in halves; and tampered routes, in a process that the
 # test starts and where slow calls may take longer.
 more=(tests/transports/test_p2p_{formats,options,split}.py)
@@ -123,6 +138,8 @@ fi
 # XLA's pool would hide accesses past the end of a buffer, so every buffer is an allocation of its own.
 # Not on two GPUs: there, freeing one may wait for a kernel that waits for the other GPU.
 XLA_PYTHON_CLIENT_ALLOCATOR=platform tests one "$left" "$one" "$corners" "${files[@]}"
+XLA_PYTHON_CLIENT_ALLOCATOR=platform PYTEST_ADDOPTS='--cases 2' \
+  tests one "$left" "$one" 'not lowered' "${matmul_files[@]}"
 wait
 
 echo "== summary (logs in $logs)"

@@ -188,6 +188,7 @@ def test_what_is_the_same_curve(changes, same, monkeypatch):
     assert train.same_curve(record | changes, "flax") is same
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_training_in_fp8(tmp_path):
     """fp8 ends where bfloat16 does, and each parameter's gradients are parallel."""
