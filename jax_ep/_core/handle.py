@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._core import errors
+from jax_ep._core import errors, traces
 from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import HandleTransport
 from jax_ep._native.loader import cpu
@@ -178,7 +178,8 @@ class EPHandle:
         raises it; that check clears all reports of that kind.
 
         Raises:
-            ValueError: the handle is closed, or this is a forked child.
+            ValueError: the handle is closed, this is a forked child, or JAX is tracing
+                a program, whose calls have not run.
             InvalidIdError: an id outside [-1, num_experts) reached a dispatch. The
                 message names the rank, token, k and value of the first such id on the
                 lowest rank.
@@ -199,6 +200,13 @@ class EPHandle:
                 "check",
                 "this handle belongs to the parent of this forked process",
                 "check in the process that called jax_ep.init",
+            )
+        if traces.is_staging():
+            raise errors.unusable(
+                "check",
+                "JAX is tracing a program here, and its calls have not run",
+                "call ep.check() outside jax.jit, after jax.block_until_ready on the "
+                "program's results",
             )
         if self._windowed:
             for _, failure in self._native.wait_failures(self.key):

@@ -10,6 +10,9 @@ import functools
 import math
 from typing import Any
 
+import jax.numpy as jnp
+from jax.core import Tracer
+
 from jax_ep._core import threads
 
 
@@ -54,6 +57,12 @@ def untraced_trace() -> Any:
 def is_tracing() -> bool:
     """Whether this thread is tracing anything; False if JAX does not say."""
     return current_trace() not in (None, untraced_trace())
+
+
+def is_staging() -> bool:
+    """Whether this thread traces a program that runs later, as inside `jax.jit`."""
+    # Outside any trace no array is made, because a device may be stuck.
+    return is_tracing() and isinstance(jnp.zeros(()), Tracer)
 
 
 def surrounding(trace: Any) -> list[Any]:

@@ -157,6 +157,27 @@ def test_check_names_the_first_invalid_id(mesh, value: int) -> None:
         helpers.assert_dispatched(config, run(*operands), arrays(ep, mesh)[0])
 
 
+def test_check_is_refused_where_calls_have_not_run(mesh) -> None:
+    """In jit it would run once, while tracing; eager derivatives may have it."""
+
+    def checked(x):
+        ep.check()
+        return x * x
+
+    config = helpers.make_config()
+    with jax_ep.init(mesh, "ep", config, transport=helpers.TRANSPORT) as ep:
+        for traced in (
+            jax.jit(checked),
+            jax.jit(jax.vmap(checked)),
+            jax.make_jaxpr(checked),
+        ):
+            with raises() as caught:
+                traced(jnp.ones(2))
+            check_state(caught, "check", "JAX is tracing a program")
+        assert jax.grad(checked)(3.0) == 6
+        assert jax.vmap(checked)(jnp.ones(2)).sum() == 2
+
+
 def test_psum_behind_invalid_ids() -> None:
     """One rank with bad ids, then a collective over another axis: nothing aborts."""
     mesh = helpers.make_mesh({"dp": 2, "ep": 2})
