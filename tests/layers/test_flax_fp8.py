@@ -204,7 +204,8 @@ def test_a_placement_moves_codes():
 def test_explicit_axes_and_a_pipeline():
     mesh = helpers.make_mesh({"ep": 2}, kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
-        agree(grads(nnx_program(mesh, **FP8), codes=True), alone())
+        found = grads(nnx_program(mesh, **FP8), codes=True)
+    agree(found, alone())
     staged = helpers.make_mesh({"stage": 2, "ep": 2})
     run, _, params = nnx_program(staged, spec=P("ep"), **FP8)
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
