@@ -88,6 +88,11 @@ PAGES = {
             "large batches run at over {}% of the link's speed",
             lambda record: [math.floor(min(of.of_peak(record)) / 10) * 10],
         ),
+        Claim(
+            "layer-h200x2-2026-11-27",
+            "its forward pass of 256 experts took {} ms on 2026-11-27",
+            of.dense_forward,
+        ),
     ],
     "docs/fp8.md": [
         Claim(LAYERS, "| forward | {} | {} |", of.of_bf16("forward")),
