@@ -520,7 +520,7 @@ def layer_ms(*records):
     return list(found)
 
 
-def _repeats(record, case, layer):
+def _forward_of(record, case, layer):
     """Returns the row of a layer's forward pass."""
     at = {"case": case, "layer": layer, "pass": "forward"}
     return layer_report.best(record["results"], **at)
@@ -528,12 +528,25 @@ def _repeats(record, case, layer):
 
 def disturbed_stats(*records):
     """Milliseconds of a step with stats: its repeats in a run, and in one before it."""
-    now, before = (_repeats(each, "decode", "p2p, stats") for each in records)
+    now, before = (_forward_of(each, "decode", "p2p, stats") for each in records)
     return now["ms_least"], now["ms_most"], before["ms"]
 
 
 def dense_forward(*records):
-    return [_repeats(each, "large-256", "dense")["ms"] for each in records]
+    return [_forward_of(each, "large-256", "dense")["ms"] for each in records]
+
+
+def forward_memory(*records):
+    """MiB that p2p's forward pass needs besides operands and results."""
+    rows = (
+        layer_report.best(
+            each["results"],
+            **{"case": "large-256", "layer": "p2p", "pass": "forward"},
+            format="bf16",
+        )
+        for each in records
+    )
+    return [row["temp_bytes"] / 2**20 for row in rows]
 
 
 def whole_experts(case, *ways):

@@ -578,6 +578,11 @@ PAGES = {
         ),
         Claim(
             f"{LAYERS} layer-h200x2-2026-11-27",
+            "{} MiB with 256 experts, where two calls took {} MiB on 2026-11-27",
+            of.forward_memory,
+        ),
+        Claim(
+            f"{LAYERS} layer-h200x2-2026-11-27",
             "forward pass of 256 experts took {} ms; on 2026-11-27 it took {} ms",
             of.dense_forward,
         ),

@@ -131,7 +131,8 @@ class HopperOperations(Operations):
     ) -> jax.Array:
         """Overrides `Operations.apply`."""
         codes = _codes(rows, weights)
-        if codes is None or not _is_swiglu(inner):
+        paired = kernels.is_paired(rows.values.shape[0], sizes.shape[0])
+        if codes is None or not _is_swiglu(inner) or not paired:
             return super().apply(rows, weights, sizes, inner, dtype, out_dtype)
         return kernels.code_experts(
             codes,

@@ -16,6 +16,7 @@ from jax_ep._native import ffi, tables
 
 BLOCK = 128  # rows and columns of a matrix of codes that share a scale
 ALIGNED = 8  # what A and B must be multiples of for 16-bit rows: 16 bytes
+_MOST_PAIRED = 128  # rows of N per group
 _TARGETS = frozenset(
     {
         "ep_rows",
@@ -227,6 +228,16 @@ def code_down_back(
         {"out_dtype": "bfloat16"},
     )
     return found.codes, found.code_scales, found.to_both
+
+
+def is_paired(rows: int, groups: int) -> bool:
+    """Whether both products of experts, with N `rows`, should be one call.
+
+    Then the second kernel begins before the first one ends, which shows if both are
+    short. But XLA cannot place the result where the rows were, as it does between two
+    calls. With few rows that memory is little beside the weights.
+    """
+    return rows <= _MOST_PAIRED * groups
 
 
 def experts(

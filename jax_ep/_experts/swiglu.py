@@ -45,7 +45,14 @@ def apply(
 def _apply(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
     del dtypes
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
-    return batching.in_turn(kernels.experts)(rows, gate_up, down, sizes)
+    return batching.in_turn(_products)(rows, gate_up, down, sizes)
+
+
+def _products(rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
+    if kernels.is_paired(rows.shape[0], sizes.shape[0]):
+        return kernels.experts(rows, gate_up, down, sizes)
+    h, _ = kernels.gate_up(rows, gate_up, sizes, keep=False)
+    return kernels.rows(h, down, sizes)
 
 
 def _forward(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:

@@ -568,17 +568,22 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "targets"),
+    ("name", "weights", "count", "targets"),
     [
-        ("bf16", "mxfp4", ["four_bit_gate_up", "four_bit_rows"]),
-        ("fp8_block128", "mxfp4", ["four_bit_gate_up", "quantize", "four_bit_rows"]),
-        ("fp8_block128", "fp8_block128", ["code_experts"]),
+        ("bf16", "mxfp4", COUNT, ["four_bit_gate_up", "four_bit_rows"]),
+        (
+            *("fp8_block128", "mxfp4", COUNT),
+            ["four_bit_gate_up", "quantize", "four_bit_rows"],
+        ),
+        ("fp8_block128", "fp8_block128", COUNT, ["code_experts"]),
+        ("fp8_block128", "fp8_block128", 384, ["code_experts"]),
+        ("fp8_block128", "fp8_block128", 385, ["code_gate_up", "code_rows"]),
     ],
 )
-def test_what_experts_are_lowered_to(name, weights, targets, monkeypatch):
+def test_what_experts_are_lowered_to(name, weights, count, targets, monkeypatch):
     """Lowered with the real kernels' tables; products include SwiGLU."""
     grouped_kernels.pretend(monkeypatch)
-    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    rows, gate_up, down = formula.operands(SIZES, H, F, count)
     d = dispatched(np.nan_to_num(rows), SIZES, name, "bfloat16")
 
     made = Operations().quantize_weights(gate_up, down, weights, False)
