@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Runs compute-sanitizer over jax_ep's kernels. First it runs synccheck, racecheck and memcheck on the
 # program of benchmarks/calls/window_kernels.py, without JAX, in all formats, and synccheck and memcheck
-# on that of benchmarks/limits/few_rows.py; they are built unless KERNELS and MATMULS name them. Then it
-# runs memcheck over tests, side by side with a process per file. Needs the tool, GPUs and the tests'
-# packages; ends within LIMIT_S (default 600).
+# on that of benchmarks/limits/few_rows.py. Then it runs memcheck over tests, side by side with a process
+# per file. Needs the tool, GPUs and the tests' packages; ends within LIMIT_S (default 600).
+#
+# The programs are built, unless KERNELS, WAITING and MATMULS name them. WAITING is that of
+# window_kernels built with -DJAX_EP_ARRIVE_WAITS.
 #
 #   tools/sanitize.sh [python]
 #
@@ -87,18 +89,19 @@ kernels() {
 share=$((limit / 34))
 formats="bf16 fp8_block128 mxfp8 mxfp4 nvfp4"
 program=${KERNELS:-$logs/window_kernels}
-waiting=$logs/window_kernels_waiting
+waiting=${WAITING:-$logs/window_kernels_waiting}
 matmuls=${MATMULS:-$logs/few_rows}
-"$python" -m benchmarks.calls.window_kernels --keep "$waiting" --nvcc=-lineinfo \
-  --nvcc=-DJAX_EP_ARRIVE_WAITS &
-builds=$!
-[ -x "$matmuls" ] || {
-  "$python" -m benchmarks.limits.few_rows --keep "$matmuls" &
-  builds+=" $!"
+builds=()
+# build PROGRAM MODULE [option]...: in the background, unless the program is there.
+build() {
+  [ -x "$1" ] && return
+  "$python" -m "$2" --keep "$1" "${@:3}" &
+  builds+=($!)
 }
-[ -x "$program" ] || "$python" -m benchmarks.calls.window_kernels --keep "$program" --nvcc=-lineinfo ||
-  exit 2
-for build in $builds; do wait "$build" || exit 2; done
+build "$program" benchmarks.calls.window_kernels --nvcc=-lineinfo
+build "$waiting" benchmarks.calls.window_kernels --nvcc=-lineinfo --nvcc=-DJAX_EP_ARRIVE_WAITS
+build "$matmuls" benchmarks.limits.few_rows
+for each in "${builds[@]}"; do wait "$each" || exit 2; done
 # Calls that route in one part and in many, low latency and not, and along a known route.
 kernels synccheck $((share * 3)) "$one" synccheck "$formats" --quantized --tokens 3,40,300,600
 program=$waiting kernels racecheck $((share * 3)) "$one" racecheck bf16 --tokens 3,40,300,600 \
