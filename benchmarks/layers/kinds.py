@@ -126,6 +126,9 @@ def over_dense(sizes):
         copy_of = copy_of.at[outside].set(copy, mode="drop")
         filled = copy_of < n * top_k
         copy_of = jnp.minimum(copy_of, n * top_k - 1)
+        # Without this, XLA computes places anew for every element of the sums below.
+        indices = (slot, kept, copy_of, filled)
+        slot, kept, copy_of, filled = lax.optimization_barrier(indices)
 
         shape = (n, top_k)
         rows = ragged.gather(
