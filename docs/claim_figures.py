@@ -526,27 +526,15 @@ def _forward_of(record, case, layer):
     return layer_report.best(record["results"], **at)
 
 
-def disturbed_stats(*records):
-    """Milliseconds of a step with stats: its repeats in a run, and in one before it."""
-    now, before = (_forward_of(each, "decode", "p2p, stats") for each in records)
-    return now["ms_least"], now["ms_most"], before["ms"]
-
-
 def dense_forward(*records):
-    return [_forward_of(each, "large-256", "dense")["ms"] for each in records]
+    return [_forward_of(each, "large-64", "dense")["ms"] for each in records]
 
 
-def forward_memory(*records):
+def forward_memory(record):
     """MiB that p2p's forward pass needs besides operands and results."""
-    rows = (
-        layer_report.best(
-            each["results"],
-            **{"case": "large-256", "layer": "p2p", "pass": "forward"},
-            format="bf16",
-        )
-        for each in records
-    )
-    return [row["temp_bytes"] / 2**20 for row in rows]
+    at = {"case": "large-256", "layer": "p2p", "pass": "forward", "format": "bf16"}
+    row = layer_report.best(record["results"], **at)
+    return [row["temp_bytes"] / 2**20]
 
 
 def whole_experts(case, *ways):

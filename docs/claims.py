@@ -88,11 +88,6 @@ PAGES = {
             "large batches run at over {}% of the link's speed",
             lambda record: [math.floor(min(of.of_peak(record)) / 10) * 10],
         ),
-        Claim(
-            "layer-h200x2-2026-11-27",
-            "its forward pass of 256 experts took {} ms on 2026-11-27",
-            of.dense_forward,
-        ),
     ],
     "docs/fp8.md": [
         Claim(LAYERS, "| forward | {} | {} |", of.of_bf16("forward")),
@@ -571,20 +566,14 @@ PAGES = {
             of.layer_ms,
         ),
         Claim(
-            f"{LAYERS} layer-h200x2-2026-11-27",
-            "with `jax_ep.stats` took {} to {} ms, though without it they hardly "
-            "differ; on 2026-11-27 it took {} ms",
-            of.disturbed_stats,
-        ),
-        Claim(
-            f"{LAYERS} layer-h200x2-2026-11-27",
-            "{} MiB with 256 experts, where two calls took {} MiB on 2026-11-27",
-            of.forward_memory,
-        ),
-        Claim(
-            f"{LAYERS} layer-h200x2-2026-11-27",
-            "forward pass of 256 experts took {} ms; on 2026-11-27 it took {} ms",
+            f"layer-h200x2-2026-11-27 {LAYERS}",
+            "forward pass took {} ms on 2026-11-27, and takes {} ms since",
             of.dense_forward,
+        ),
+        Claim(
+            LAYERS,
+            "needs {} MiB besides its operands and results",
+            of.forward_memory,
         ),
         Claim(
             EXPERTS,

@@ -53,6 +53,7 @@ sanitized() {
   local found tests verdict=clean
   found=$(grep -hE '(ERROR|RACECHECK) SUMMARY' "$log" | tail -n 1 | sed 's/^=* *//')
   tests=$(grep -hE '[0-9]+ (passed|failed|skipped|deselected)|^checked' "$log" | tail -n 1)
+  [ -n "$tests" ] || tests=$(grep -hoE "$passed" "$log" | tail -n 1)
   if grep -q 'Device not supported' "$log"; then
     verdict="NOT RUN: the tool does not support this machine's device"
   elif [ "$status" = 124 ] || [ "$status" = 137 ]; then
