@@ -31,8 +31,8 @@ from jax_ep._core import batching, checks, errors, threads
 from jax_ep._core.arrays import as_array
 from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
 from jax_ep._core.types import Dispatched
+from jax_ep._experts import biases, grouped, select, swiglu
 from jax_ep._experts import fp8 as _fp8
-from jax_ep._experts import grouped, select, swiglu
 from jax_ep._experts import operations as _operations
 from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.grouped import grouped_matmul
@@ -77,32 +77,87 @@ class _Options(NamedTuple):
     down_bias: jax.Array | None = None
     activation: Activation | None = None
 
-    def inner(self, both: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def inner(
+        self, both: jax.Array, group_sizes: jax.Array, hopper: bool = False
+    ) -> jax.Array:
         """Returns the left operand of `down`, from gate and up side by side."""
+        if self.gate_bias is not None or self.up_bias is not None:
+            shape = group_sizes.shape[0], both.shape[1] // 2
+            bias = _side_by_side(self.gate_bias, self.up_bias, shape)
+            both = biases.add(both, bias, group_sizes, hopper)
         gate, up = jnp.split(both, 2, axis=-1)
-        gate = _with_bias(gate, self.gate_bias, group_sizes)
-        up = _with_bias(up, self.up_bias, group_sizes)
         if self.activation is None:
             return jax.nn.silu(gate) * up
         return self.activation(gate, up).astype(both.dtype)
 
-    def outer(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def outer(
+        self, rows: jax.Array, group_sizes: jax.Array, hopper: bool = False
+    ) -> jax.Array:
         """Returns the result of the experts, from the product with `down`."""
-        return _with_bias(rows, self.down_bias, group_sizes)
+        if self.down_bias is None:
+            return rows
+        return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, hopper)
 
 
-def _with_bias(
-    rows: jax.Array, bias: jax.Array | None, group_sizes: jax.Array
+def _side_by_side(
+    gate: jax.Array | None, up: jax.Array | None, shape: tuple[int, int]
 ) -> jax.Array:
-    """Adds each group's bias to its rows; rows past the last group stay unchanged."""
-    if bias is None:
-        return rows
-    ends = jnp.cumsum(group_sizes)
-    index = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
-    own = bias.astype(rows.dtype)[jnp.minimum(group, bias.shape[0] - 1)]
-    # where, not a product with 0: the cotangent of a row past the groups may be NaN.
-    return jnp.where((index < ends[-1])[:, None], rows + own, rows)
+    """Joins biases `[L, F]`, zeros for a missing one, so that one pass sums gradients.
+
+    The result is float32 at least: the gradients are rounded once, to each one's dtype.
+    """
+    sides = [
+        jnp.zeros(shape, jnp.float32) if side is None else jnp.asarray(side)
+        for side in (gate, up)
+    ]
+    wide = jnp.result_type(*sides, jnp.float32)
+    return jnp.concatenate([side.astype(wide) for side in sides], 1)
+
+
+def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Adds each expert's bias to its rows, for matmuls of your own.
+
+    The result is that of `rows + bias[expert_of_row]`. The gradient of the bias is
+    summed in float32, in the same order in every run. JAX's own derivative of that
+    indexing sums it in the dtype of the rows: in bfloat16, the sums of many rows are
+    then far too small.
+
+    Args:
+        rows: `[N, F]`, grouped by expert. Rows past the last group may hold anything,
+            even NaN, and so may their cotangents.
+        bias: `[L, F]`, which is added in the dtype of the rows.
+        group_sizes: int32 `[L]`, rows of each group.
+
+    Returns:
+        `[N, F]` in the dtype of the rows. Rows past the last group are unspecified.
+
+    Raises:
+        ValueError, TypeError: while tracing, if shapes or dtypes are not as described.
+    """
+    rows, bias, group_sizes = map(jnp.asarray, (rows, bias, group_sizes))
+    for name, array in (("rows", rows), ("bias", bias)):
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
+            raise errors.invalid(
+                "experts.add_bias",
+                f"{name} must be bfloat16, float16, float32 or float64",
+                array.dtype,
+                "cast it to the dtype of the tokens",
+                operand=name,
+                kind=TypeError,
+            )
+    checks.require_dtype("experts.add_bias", "group_sizes", group_sizes, "int32")
+    wanted = (*group_sizes.shape, *rows.shape[1:])
+    errors.require(
+        rows.ndim == 2 and group_sizes.ndim == 1 and bias.shape == wanted,
+        "experts.add_bias",
+        "rows, bias and group_sizes must be [N, F], [L, F] and [L]",
+        f"{rows.shape}, {bias.shape} and {group_sizes.shape}",
+        "pass the rows and the biases of this rank's experts",
+    )
+    columns = rows.shape[1]
+    few_bits = rows.dtype.itemsize == _HOPPER_ITEMSIZE
+    hopper = few_bits and hopper_obstacle(columns, columns) is None
+    return biases.add(rows, bias, group_sizes, hopper)
 
 
 def auto(
@@ -304,16 +359,17 @@ def _by_hopper(
 ) -> jax.Array:
     if (options.activation, options.gate_bias, options.up_bias) == (None, None, None):
         out = swiglu.apply(rows, gate_up, down, group_sizes)
-        return options.outer(out, group_sizes)
+        return options.outer(out, group_sizes, hopper=True)
     gate_up, down = _wide(rows, gate_up, down)
     both = grouped_matmul(rows, gate_up, group_sizes)
     # Gradients of what the activation closes over are sums over all rows. So its
     # operands and its cotangent are zero past the last group, where kernels write
     # nothing.
     real = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    inner = options.inner(jnp.where(real, both, 0), group_sizes)
+    inner = options.inner(jnp.where(real, both, 0), group_sizes, hopper=True)
     inner = jnp.where(real, inner, 0)
-    return options.outer(grouped_matmul(inner, down, group_sizes), group_sizes)
+    out = grouped_matmul(inner, down, group_sizes)
+    return options.outer(out, group_sizes, hopper=True)
 
 
 def hopper_obstacle(

@@ -17,7 +17,6 @@ from jax_ep._experts.operations import (
     Inner,
     Operations,
     Rows,
-    bias_grad,
     with_bias,
 )
 from jax_ep._experts.quantized import QuantizedWeights, Which
@@ -176,20 +175,11 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
         cotangent, weights, sizes, biases, consts, both
     )
     to_rows = _product(static, "gate_up", True, codes, weights, sizes, static.dtype)
-    to_biases = Biases(
-        _bias_grad(biases.gate, to_both[:, 0], sizes),
-        _bias_grad(biases.up, to_both[:, 1], sizes),
-        _bias_grad(biases.down, cotangent, sizes),
-    )
+    side_by_side = to_both.reshape(to_both.shape[0], 2 * to_both.shape[2])
+    to_biases = _bias_grads(static, biases, side_by_side, cotangent, sizes)
     to_masters = None
     if static.masters is not None:
-        to_gate_up = _wgrad(
-            static,
-            rows,
-            to_both.reshape(to_both.shape[0], 2 * to_both.shape[2]),
-            sizes,
-            static.masters[0],
-        )
+        to_gate_up = _wgrad(static, rows, side_by_side, sizes, static.masters[0])
         to_masters = (
             to_gate_up.reshape(weights.shapes[0]),
             _wgrad(static, h, cotangent, sizes, static.masters[1]),
@@ -252,9 +242,25 @@ def _wgrad(
     return batching.in_turn(run)(rows, cotangent, sizes)
 
 
-def _bias_grad(
-    bias: jax.Array | None, cotangent: jax.Array, sizes: jax.Array
-) -> jax.Array | None:
-    if bias is None:
-        return None
-    return batching.in_turn(bias_grad)(cotangent, bias, sizes)
+def _bias_grads(
+    static: Static,
+    biases: Biases,
+    to_both: jax.Array,
+    cotangent: jax.Array,
+    sizes: jax.Array,
+) -> Biases:
+    """Returns the gradients of biases, from the cotangents of gate and up and of rows.
+
+    Gate and up are side by side, and are summed together: a part of the columns would
+    have to be copied for a kernel.
+    """
+    run = batching.in_turn(static.operations.bias_grad)
+    sides: list[Any] = [None, None]
+    if biases.gate is not None or biases.up is not None:
+        sides = jnp.split(run(to_both, sizes), 2, axis=1)
+    down = None if biases.down is None else run(cotangent, sizes)
+
+    def of(bias: Any, found: Any) -> Any:
+        return None if bias is None else found.astype(bias.dtype)
+
+    return Biases(*map(of, biases, (*sides, down)))

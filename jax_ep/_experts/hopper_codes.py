@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core.literals import WeightFormat
-from jax_ep._experts import four_bits, kernels, quantized
+from jax_ep._experts import biases, four_bits, kernels, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
@@ -179,6 +179,10 @@ class HopperOperations(Operations):
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Overrides `Operations.quantize_cotangents`."""
         return Rows(*kernels.quantize_cotangents(values, sizes))
+
+    def bias_grad(self, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Overrides `Operations.bias_grad`."""
+        return biases.sums(cotangent, sizes, hopper=cotangent.dtype.itemsize == 2)
 
 
 def _side_by_side(values: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_ep import formats
 from jax_ep._core.literals import Dtype, Format, WeightFormat
-from jax_ep._experts import quantized
+from jax_ep._experts import biases, quantized
 from jax_ep._experts.grouped import Ragged
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
@@ -260,36 +260,22 @@ class Operations:
         del sizes
         return Rows(*quantized.quantize_cotangents(values))
 
+    def bias_grad(self, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Sums the cotangents `[N, F]` of each group's rows, to float32 `[L, F]`."""
+        return biases.sums(cotangent, sizes, hopper=False)
+
 
 def real_rows(sizes: jax.Array, count: int) -> jax.Array:
     """Returns bool `[count, 1]`: whether each row belongs to a group."""
     return (jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
 
 
-def group_of_rows(sizes: jax.Array, count: int) -> jax.Array:
-    """Returns int32 `[count]`, the group of each row; L for rows past the last one."""
-    index = jnp.arange(count, dtype=jnp.int32)
-    ends = jnp.cumsum(sizes)
-    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
-    return group.astype(jnp.int32)
-
-
 def with_bias(rows: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
-    """Adds each group's bias to its rows, in float32."""
+    """Adds each group's bias to its rows, in float32; it has no derivative."""
     if bias is None:
         return rows
-    group = group_of_rows(sizes, rows.shape[0])
-    own = bias.astype(jnp.float32)[jnp.minimum(group, bias.shape[0] - 1)]
+    own = biases.spread(bias.astype(jnp.float32), sizes, rows.shape[0])
     return rows.astype(jnp.float32) + own
-
-
-def bias_grad(cotangent: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sums the cotangents `[N, F]` of each group's rows in float32, to `[L, F]`."""
-    group = group_of_rows(sizes, cotangent.shape[0])
-    zeros = jnp.zeros(bias.shape, jnp.float32)
-    # Rows past the groups are in group L, which mode="drop" leaves out.
-    summed = zeros.at[group].add(cotangent.astype(jnp.float32), mode="drop")
-    return summed.astype(bias.dtype)
 
 
 def _exact() -> Ragged:

@@ -121,10 +121,10 @@ def apply_experts(
     Args:
         fn: a function of `rows` `[N, H]` in the dtype of the tokens, grouped by local
             expert and dequantised if the format is a quantised one; `group_sizes` int32
-            `[G]`, for `jax.lax.ragged_dot`; and `expert_of_row` int32 `[N]`, each row's
-            group, for biases. It returns `[N, H]` in the dtype of the rows. What it
-            returns for rows past the last group is ignored. It closes over this rank's
-            weights.
+            `[G]`, for `jax.lax.ragged_dot` and `jax_ep.experts.add_bias`; and
+            `expert_of_row` int32 `[N]`, each row's group. It returns `[N, H]` in the
+            dtype of the rows. What it returns for rows past the last group is ignored.
+            It closes over this rank's weights.
         tokens: `[..., H]` in bfloat16, float16 or float32; the leading dimensions have
             the same sizes on every rank.
         topk_ids: int32 `[..., K]`, global expert ids, -1 for none.

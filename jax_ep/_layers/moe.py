@@ -20,12 +20,10 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
-from jax_ep._experts import quantized
-from jax_ep._layers import columns, moe_checks, tails
+from jax_ep._layers import columns, expert_rows, moe_checks, tails
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
-from jax_ep._ops.dequantize import dequantize
 
 
 @partial(
@@ -118,7 +116,8 @@ def moe_ffn(
             that every token goes to with weight 1. Its matmuls wait for no exchange;
             if the config's `overlap` is "copy" or "stream" they run between
             `dispatch_async` and `dispatch_wait`. With `fused_shared_expert=True` in the
-            config they become group 0 of the grouped matmuls, and S must be F.
+            config they belong to group 0 of the rows, and S must be F. A function of
+            your own for `experts` gets them in front of the other experts' weights.
         router: the kind of router, or your own function; None means
             `jax_ep.router.Router()`. A function is called with the logits, float32
             `[n, E]`, and with those of these keywords that it takes: `tokens` `[n, H]`;
@@ -210,10 +209,10 @@ def moe_ffn(
     else:
         d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
     with jax.named_scope("jax_ep.experts"):
-        rows = _expert_rows(ep, d, params, tokens.dtype, tp_axis, experts, activation)
+        rows = expert_rows.apply(
+            ep, d, params, x.shape[0], tp_axis, experts, activation
+        )
     scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
-    rows_shape = (d.tokens.shape[0], config.hidden_size)
-    moe_checks.require_rows(rows, rows_shape, experts)
     if tp_axis and scattered:
         rows = columns.scatter(rows, tp_axis)
         if beside is not None:
@@ -247,55 +246,6 @@ def _equal_along(axis: str, counts: tuple[jax.Array, ...]) -> tuple[jax.Array, .
     sizes = [count.shape[0] for count in counts]
     largest = jax.lax.pmax(jnp.concatenate(counts), axis)
     return tuple(jnp.split(largest, np.cumsum(sizes)[:-1]))
-
-
-def _expert_rows(
-    ep: EPHandle,
-    d: Dispatched,
-    params: Mapping[str, Any],
-    dtype: Any,
-    tp_axis: str | None,
-    experts: ExpertsFunction | None,
-    activation: _experts.Activation | None,
-) -> jax.Array:
-    """Applies the experts to the rows that arrived; `[N, H]`."""
-    run: Any = experts
-    if experts is None:
-        run = partial(_experts.auto, device=ep.mesh.local_devices[0])
-    names = ("gate_bias", "up_bias", "down_bias")
-    options = {name: params[name] for name in names if name in params}
-    if tp_axis and "down_bias" in options:
-        # On one rank only, because the results are summed over tp_axis.
-        first = jax.lax.axis_index(tp_axis) == 0
-        options["down_bias"] = jnp.where(first, options["down_bias"], 0)
-    gate_up, down = params.get("gate_up"), params.get("down")
-    codes = params.get("experts")
-    if ep.config.fused_shared_expert:
-        first = params["shared_gate_up"], params["shared_down"]
-        if getattr(run, "takes_dispatched", False):
-            # In the dtype of the masters: such experts always get them unrounded.
-            dtype = jnp.result_type(
-                *first, *(m for m in (gate_up, down) if m is not None)
-            )
-        if gate_up is not None and down is not None:
-            gate_up = _in_front(first[0], gate_up, dtype)
-            down = _in_front(first[1], down, dtype)
-        if codes is not None:
-            shared = (each[None] for each in first)
-            shared = _experts.quantize_weights(*shared, format=codes.format)
-            codes = quantized.concatenate(shared, codes)
-        for name, bias in options.items():
-            options[name] = _in_front(jnp.zeros_like(bias[0]), bias, dtype)
-    if codes is not None and gate_up is not None:
-        options["quantized"] = codes
-    elif codes is not None:
-        gate_up = codes
-    if activation is not None:
-        options["activation"] = activation
-    moe_checks.require_keywords(run, options)
-    if getattr(run, "takes_dispatched", False):
-        return run(d, gate_up, down, **options)
-    return run(dequantize(d), gate_up, down, d.group_sizes, **options)
 
 
 def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
@@ -346,11 +296,6 @@ def _intermediate_size(params: Mapping[str, Any]) -> int:
     """Returns F of this rank's experts."""
     down = params.get("down")
     return params["experts"].shapes[1][1] if down is None else down.shape[1]
-
-
-def _in_front(shared: jax.Array, routed: jax.Array, dtype: Any) -> jax.Array:
-    """Puts the shared expert's matrix in front of the routed ones, as group 0."""
-    return jnp.concatenate([shared[None].astype(dtype), routed.astype(dtype)])
 
 
 def _dispatch_beside(

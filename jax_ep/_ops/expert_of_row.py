@@ -10,12 +10,12 @@ from jax_ep._core.types import Dispatched
 
 
 def expert_of_row(d: Dispatched) -> jax.Array:
-    """Returns the group of each row, for example to add each expert's bias to its rows.
+    """Returns the group of each row, for example to look up a value of its expert.
 
-    With `bias` `[G, F]` that is `rows + bias[jax_ep.expert_of_row(d)]`. Padding rows
-    belong to the group that they pad. Some grouped matmuls may leave NaN in rows past
-    the last group. Select before you add in that case, or NaN gradients would reach the
-    last group's bias.
+    To add biases, call `jax_ep.experts.add_bias`, which sums their gradients well.
+    Padding rows belong to the group that they pad. Some grouped matmuls may leave NaN
+    in rows past the last group. Select before you use such rows, or NaN gradients would
+    reach the last group.
 
     Args:
         d: the `Dispatched` of one rank.

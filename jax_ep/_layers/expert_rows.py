@@ -1,0 +1,185 @@
+"""Applies a layer's experts to the rows that arrived at a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import experts as _experts
+from jax_ep._core.handle import EPHandle
+from jax_ep._core.types import Dispatched, ExpertsFunction
+from jax_ep._experts import quantized
+from jax_ep._layers import moe_checks
+from jax_ep._ops.dequantize import dequantize, scales_by_row
+
+
+class _Weights(NamedTuple):
+    """The weights of some experts; `codes` are of the matrices, or in their place."""
+
+    gate_up: jax.Array | None
+    down: jax.Array | None
+    codes: quantized.QuantizedWeights | None
+    biases: dict[str, jax.Array]
+
+
+def apply(
+    ep: EPHandle,
+    d: Dispatched,
+    params: Mapping[str, Any],
+    count: int,
+    tp_axis: str | None,
+    experts: ExpertsFunction | None,
+    activation: _experts.Activation | None,
+) -> jax.Array:
+    """Applies the experts, and a fused shared one; returns `[N, H]`.
+
+    Args:
+        ep: the handle of the layer.
+        d: the rows.
+        params: the parameters of `jax_ep.moe_ffn`.
+        count: n, the tokens of this rank.
+        tp_axis: as in `jax_ep.moe_ffn`.
+        experts: likewise.
+        activation: likewise.
+    """
+    run: Any = experts
+    if experts is None:
+        run = partial(_experts.auto, device=ep.mesh.local_devices[0])
+    # None for functions that take d itself.
+    rows = None if getattr(run, "takes_dispatched", False) else dequantize(d)
+    routed = _routed(params, tp_axis)
+    if not ep.config.fused_shared_expert:
+        parts = [(d, rows, routed)]
+    elif _works_on_parts(run):
+        # In one call, the weights of all experts would have to be copied.
+        split = _split(d, count, ep.config.expert_alignment)
+        parts = [
+            (_part(d, *at), None if rows is None else rows[at[0]], weights)
+            for at, weights in zip(
+                split, (_shared(params, routed), routed), strict=True
+            )
+        ]
+    else:
+        dtype = None if rows is None else rows.dtype
+        parts = [(d, rows, _in_front(_shared(params, routed), routed, dtype))]
+    outs = []
+    for part, own_rows, weights in parts:
+        if not part.tokens.shape[0]:
+            continue
+        gate_up, down, options = _arguments(weights, activation)
+        moe_checks.require_keywords(run, options)
+        if own_rows is None:
+            out = run(part, gate_up, down, **options)
+        else:
+            out = run(own_rows, gate_up, down, part.group_sizes, **options)
+        shape = (part.tokens.shape[0], ep.config.hidden_size)
+        moe_checks.require_rows(out, shape, experts)
+        outs.append(out)
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+
+
+def _routed(params: Mapping[str, Any], tp_axis: str | None) -> _Weights:
+    """Returns the weights of this rank's routed experts."""
+    names = ("gate_bias", "up_bias", "down_bias")
+    biases = {name: params[name] for name in names if name in params}
+    if tp_axis and "down_bias" in biases:
+        # On one rank only, because the results are summed over tp_axis.
+        first = jax.lax.axis_index(tp_axis) == 0
+        biases["down_bias"] = jnp.where(first, biases["down_bias"], 0)
+    gate_up, down = params.get("gate_up"), params.get("down")
+    return _Weights(gate_up, down, params.get("experts"), biases)
+
+
+def _shared(params: Mapping[str, Any], routed: _Weights) -> _Weights:
+    """Returns the weights of a fused shared expert, in the form of the routed ones."""
+    gate_up, down = (params[f"shared_{name}"][None] for name in ("gate_up", "down"))
+    zeros = {name: jnp.zeros_like(bias[:1]) for name, bias in routed.biases.items()}
+    if routed.codes is None:
+        return _Weights(gate_up, down, None, zeros)
+    codes = _experts.quantize_weights(gate_up, down, format=routed.codes.format)
+    if routed.gate_up is None:
+        return _Weights(None, None, codes, zeros)
+    return _Weights(gate_up, down, codes, zeros)
+
+
+def _arguments(
+    weights: _Weights, activation: _experts.Activation | None
+) -> tuple[Any, jax.Array | None, dict[str, Any]]:
+    """Returns gate_up, down and keywords, as an experts function takes them."""
+    options: dict[str, Any] = dict(weights.biases)
+    if activation is not None:
+        options["activation"] = activation
+    if weights.gate_up is None:
+        return weights.codes, None, options
+    if weights.codes is not None:
+        options["quantized"] = weights.codes
+    return weights.gate_up, weights.down, options
+
+
+def _works_on_parts(run: Any) -> bool:
+    """Whether `run` gives the same rows if it is called for some groups at a time.
+
+    Only the package's own functions are known to.
+    """
+    if isinstance(run, partial) and run.keywords.keys() <= {"activation", "device"}:
+        run = run.func
+    own = (_experts.auto, _experts.ragged_dot, _experts.hopper, _experts.fp8)
+    return run in own or isinstance(run, _experts.Padded)
+
+
+def _in_front(shared: _Weights, routed: _Weights, dtype: Any) -> _Weights:
+    """Puts a shared expert's weights in front of the routed ones, as group 0.
+
+    Args:
+        shared: of one expert.
+        routed: of the others.
+        dtype: of the result's matrices and biases; None leaves them unrounded.
+    """
+
+    def join(first: jax.Array, rest: jax.Array) -> jax.Array:
+        wanted = jnp.result_type(first, rest) if dtype is None else dtype
+        return jnp.concatenate([first.astype(wanted), rest.astype(wanted)])
+
+    plain = shared._replace(codes=None), routed._replace(codes=None)
+    both: _Weights = jax.tree.map(join, *plain)
+    if shared.codes is None or routed.codes is None:
+        return both
+    return both._replace(codes=quantized.concatenate(shared.codes, routed.codes))
+
+
+def _split(
+    d: Dispatched, count: int, alignment: int
+) -> tuple[tuple[slice, slice], ...]:
+    """Returns the rows and groups of a fused shared expert, and those of the others.
+
+    Group 0 has a row for each of the `count` tokens, masked or not, and rows that pad
+    it. With less room than that, it has all rows.
+    """
+    most = d.tokens.shape[0]
+    end = min(most, -(-count // alignment) * alignment)
+    groups = d.group_sizes.shape[0]
+    return (slice(0, end), slice(0, 1)), (slice(end, most), slice(1, groups))
+
+
+def _part(d: Dispatched, rows: slice, groups: slice) -> Dispatched:
+    """Returns some groups of a dispatch, which lie in `rows`, with scales by row."""
+    offsets = d.row_offsets[groups.start : groups.stop + 1]
+    return dataclasses.replace(
+        d,
+        tokens=d.tokens[rows],
+        scales=None if d.scales is None else scales_by_row(d)[rows],
+        row_offsets=offsets - offsets[0],
+        group_sizes=d.group_sizes[groups],
+        expert_counts=d.expert_counts[groups],
+        expert_ids=d.expert_ids[groups],
+        src_info=d.src_info[rows],
+        router_weights=d.router_weights[rows],
+        grad_port=None if d.grad_port is None else d.grad_port[rows],
+        scales_offsets=None,
+        scale_layout="rows",
+    )
