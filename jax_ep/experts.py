@@ -38,7 +38,11 @@ from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.grouped import grouped_matmul
 from jax_ep._experts.quantized import QuantizedWeights as QuantizedWeights
 from jax_ep._ops.dequantize import scales_by_row
-from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
+from jax_ep._ops.expert_of_row import (
+    group_of_row,
+    require_dispatched,
+    require_one_rank,
+)
 
 # A function of gate and up, `[N, F]` each.
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -845,8 +849,7 @@ def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array
     row = jnp.minimum(starts[:, None] + place[None, :], count - 1)
     filled = place[None, :] < group_sizes[:, None]
     index = jnp.arange(count, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
-    group = jnp.minimum(group, group_sizes.size - 1).astype(jnp.int32)
+    group = jnp.minimum(group_of_row(ends, count), group_sizes.size - 1)
     within = index - starts[group]
     at = group * largest + jnp.clip(within, 0, largest - 1)
     kept = (within < largest) & (index < ends[-1])

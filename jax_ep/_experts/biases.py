@@ -1,6 +1,6 @@
 """Adds each group's bias to its rows; gradients of biases are summed in float32.
 
-JAX's derivative of `bias[group_of_rows(...)]` would add up cotangents in their own
+JAX's derivative of `bias[group_of_row(...)]` would add up cotangents in their own
 dtype, row after row. In bfloat16 such a sum stops growing after a few hundred rows; on
 GPUs it also takes one atomic addition per element, in any order.
 """
@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._experts import grouped, kernels
-
-
-def group_of_rows(sizes: jax.Array, count: int) -> jax.Array:
-    """Returns int32 `[count]`, the group of each row; L for rows past the last one."""
-    index = jnp.arange(count, dtype=jnp.int32)
-    ends = jnp.cumsum(sizes)
-    # One fused comparison of all pairs; the default is a loop of small kernels.
-    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
-    return group.astype(jnp.int32)
+from jax_ep._ops.expert_of_row import group_of_row
 
 
 def spread(bias: jax.Array, sizes: jax.Array, count: int) -> jax.Array:
@@ -31,7 +23,8 @@ def spread(bias: jax.Array, sizes: jax.Array, count: int) -> jax.Array:
     Rows past the groups get that of the last one. It is for programs that are not
     differentiated, or have a derivative of their own.
     """
-    return bias[jnp.minimum(group_of_rows(sizes, count), bias.shape[0] - 1)]
+    group = group_of_row(jnp.cumsum(sizes), count)
+    return bias[jnp.minimum(group, bias.shape[0] - 1)]
 
 
 def sums(values: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
@@ -52,7 +45,7 @@ def sums(values: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
         given = grouped.varied(ones, values, sizes)
         found: Any = grouped.by_groups(*given, grouped.Hopper(), jnp.dtype("float32"))
         return found[:, 0]
-    group = group_of_rows(sizes, count)[:, None]
+    group = group_of_row(jnp.cumsum(sizes), count)[:, None]
     own = group == jnp.arange(sizes.shape[0], dtype=jnp.int32)
     return jax.lax.dot_general(
         own.astype(values.dtype),

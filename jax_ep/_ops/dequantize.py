@@ -83,7 +83,7 @@ def _untiled(
     values = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     by_row = values.transpose(0, 3, 2, 1, 4).reshape(tiles * 128, words * 4)
     index = jnp.arange(rows, dtype=jnp.int32)
-    group = group_of_row(row_offsets, rows)
+    group = group_of_row(row_offsets[1:], rows)
     inside = group < scales_offsets.shape[0]
     group = jnp.minimum(group, scales_offsets.shape[0] - 1)
     start = row_offsets[group]

@@ -32,15 +32,20 @@ def expert_of_row(d: Dispatched) -> jax.Array:
     require_one_rank("expert_of_row", d, "call it inside jax.shard_map")
     with jax.named_scope("jax_ep.expert_of_row"):
         groups = d.group_sizes.shape[0]
-        group = group_of_row(d.row_offsets, d.src_info.shape[0])
+        group = group_of_row(d.row_offsets[1:], d.src_info.shape[0])
         return jnp.minimum(group, groups - 1)
 
 
-def group_of_row(row_offsets: jax.Array, rows: int) -> jax.Array:
-    """Returns int32 `[rows]`, the group of each row; G for rows past the last one."""
+def group_of_row(ends: jax.Array, rows: int) -> jax.Array:
+    """Returns int32 `[rows]`, the group of each row; G for rows past the last one.
+
+    Args:
+        ends: int32 `[G]`, the row after the last one of each group.
+        rows: N.
+    """
     index = jnp.arange(rows, dtype=jnp.int32)
     # One fused comparison of all pairs; the default is a loop of small kernels.
-    group = jnp.searchsorted(row_offsets[1:], index, side="right", method="compare_all")
+    group = jnp.searchsorted(ends, index, side="right", method="compare_all")
     return group.astype(jnp.int32)
 
 
