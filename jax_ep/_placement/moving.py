@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core import errors, traces
 from jax_ep._core.arrays import in_bytes
+from jax_ep._core.varying import vary_alike, varying
 
 # How much a device gathers at a time of weights that are split over devices.
 _CHUNK_BYTES = 256 * 2**20
@@ -132,11 +133,11 @@ def _taken(
         first = jax.lax.axis_index(axes) * own
         source = jax.lax.dynamic_slice_in_dim(source, first, own)
     if not split:
-        return jnp.take(array, source, axis=0)
+        return _entries(array, source)
 
     def gathered(columns: jax.Array) -> jax.Array:
         whole = jax.lax.all_gather(columns, axes, tiled=True)
-        return jnp.take(whole, source, axis=0)
+        return _entries(whole, source)
 
     # Gathers all experts, but few columns at a time: whole matrices may not fit.
     local, width = array.shape[0], math.prod(array.shape[1:])
@@ -147,6 +148,73 @@ def _taken(
     columns = jnp.moveaxis(array.reshape(local, chunks, -1), 1, 0)
     found = jnp.moveaxis(jax.lax.map(gathered, columns), 0, 1)
     return found.reshape(-1, *array.shape[1:])
+
+
+def _entries(array: jax.Array, source: jax.Array) -> jax.Array:
+    """Returns `array[source]`, along dimension 0.
+
+    Its derivative adds up copies in float32 and rounds once. JAX's would scatter: on a
+    GPU, that is an atomic addition in the dtype of the array for every element.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.take(array, source, axis=0)
+    axes = sorted(varying(array) | varying(source))
+    array, source = vary_alike(axes, frozenset(), array, source)
+    return _picked(array, source, array.shape[0])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _picked(array: Any, source: Any, count: int) -> Any:
+    del count
+    return jnp.take(array, source, axis=0)
+
+
+def _picked_forward(array: Any, source: Any, count: int) -> Any:
+    return _picked(array, source, count), source
+
+
+def _picked_backward(count: int, source: Any, cotangent: Any) -> Any:
+    return _summed(cotangent, source, count), None
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _summed(values: Any, source: Any, count: int) -> Any:
+    """Sums the `values` of each of `count` sources; zeros for those without any."""
+    order = jnp.argsort(source, stable=True)
+    counts = jnp.sum(source[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts) - counts
+
+    def copy(at: Any) -> jax.Array:
+        index = order[jnp.minimum(starts + at, source.shape[0] - 1)]
+        real = jnp.expand_dims(at < counts, range(1, values.ndim))
+        return jnp.where(real, values[index], 0)
+
+    def all_copies() -> jax.Array:
+        wide = jnp.promote_types(values.dtype, jnp.float32)
+
+        def add(at: Any, total: jax.Array) -> jax.Array:
+            return total + copy(at).astype(wide)
+
+        total = jax.lax.fori_loop(1, most, add, copy(0).astype(wide))
+        return total.astype(values.dtype)
+
+    most = jnp.max(counts)
+    # Copies are on different ranks as far as possible, so most often there is one here.
+    return jax.lax.cond(most > 1, all_copies, lambda: copy(0))
+
+
+def _summed_forward(values: Any, source: Any, count: int) -> Any:
+    return _summed(values, source, count), source
+
+
+def _summed_backward(count: int, source: Any, cotangent: Any) -> Any:
+    return _picked(cotangent, source, count), None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
 
 
 def _chunks(width: int, column_bytes: int) -> int:

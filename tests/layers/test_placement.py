@@ -346,6 +346,35 @@ def test_gradients_of_copies_are_summed():
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
+def test_gradients_of_many_copies_are_rounded_once():
+    """Whether a rank holds several copies or one; without a scatter."""
+    placed = placements.balance(np.array([97.0, 1.0, 1.0, 1.0]), 12, ep_size=2)
+    copies = np.bincount(placed.expert_of, minlength=4)
+    assert copies.max() > 2
+    # A sum of bfloat16 would stay at 256.
+    first = np.unique(placed.expert_of, return_index=True)[1]
+    factors = np.ones((12, 3), np.float32)
+    factors[first] = 256
+    want = np.broadcast_to(255 + copies[:, None], (4, 3))
+    w = jnp.ones((4, 3), jnp.bfloat16)
+
+    def loss(w, power=1):
+        rows = placed.gather(w).astype(jnp.float32)
+        return jnp.sum(factors * rows**power)
+
+    found = jax.jit(jax.grad(loss))(w)
+    np.testing.assert_array_equal(found, jnp.asarray(want, jnp.bfloat16))
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(w))
+
+    def of_gradient(w):
+        return jnp.sum(jax.grad(loss)(w, 3))
+
+    again = jax.grad(of_gradient)(w.astype(jnp.float32))
+    np.testing.assert_allclose(again, 6 * want, rtol=1e-6)
+    several = jax.vmap(jax.grad(loss))(jnp.stack([w, 2 * w]))
+    np.testing.assert_array_equal(several, jnp.stack([found, found]))
+
+
 def test_a_new_placement_compiles_nothing():
     mesh = helpers.make_mesh({"ep": 4})
     w = jax.device_put(np.ones((8, 3)), NamedSharding(mesh, P("ep")))
