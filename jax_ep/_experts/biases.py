@@ -47,11 +47,13 @@ def sums(values: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
         return found[:, 0]
     group = group_of_row(jnp.cumsum(sizes), count)[:, None]
     own = group == jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    # Products with 0 and 1 are exact unless the values themselves are rounded.
+    rounds = values.dtype.itemsize > 2
     return jax.lax.dot_general(
         own.astype(values.dtype),
         jnp.where(group < sizes.shape[0], values, 0),
         (((0,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
+        precision=jax.lax.Precision.HIGHEST if rounds else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.promote_types(values.dtype, jnp.float32),
     )
 
