@@ -87,7 +87,7 @@ class _Options(NamedTuple):
         """Returns the left operand of `down`, from gate and up side by side."""
         if self.gate_bias is not None or self.up_bias is not None:
             shape = group_sizes.shape[0], both.shape[1] // 2
-            bias = _side_by_side(self.gate_bias, self.up_bias, shape)
+            bias = _joined_biases(self.gate_bias, self.up_bias, shape)
             both = biases.add(both, bias, group_sizes, hopper)
         gate, up = jnp.split(both, 2, axis=-1)
         if self.activation is None:
@@ -103,7 +103,7 @@ class _Options(NamedTuple):
         return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, hopper)
 
 
-def _side_by_side(
+def _joined_biases(
     gate: jax.Array | None, up: jax.Array | None, shape: tuple[int, int]
 ) -> jax.Array:
     """Joins biases `[L, F]`, zeros for a missing one, so that one pass sums gradients.
@@ -123,8 +123,8 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
 
     The result is that of `rows + bias[expert_of_row]`. The gradient of the bias is
     summed in float32, in the same order in every run. JAX's own derivative of that
-    indexing sums it in the dtype of the rows: in bfloat16, the sums of many rows are
-    then far too small.
+    indexing sums it in the dtype of the rows: in bfloat16, the sums of many rows may
+    then be far too small.
 
     Args:
         rows: `[N, F]`, grouped by expert. Rows past the last group may hold anything,

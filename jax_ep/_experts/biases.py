@@ -1,8 +1,8 @@
 """Adds each group's bias to its rows; gradients of biases are summed in float32.
 
 JAX's derivative of `bias[group_of_row(...)]` would add up cotangents in their own
-dtype, row after row. In bfloat16 such a sum stops growing after a few hundred rows; on
-GPUs it also takes one atomic addition per element, in any order.
+dtype, row after row. In bfloat16 such a sum may stop growing after a few hundred rows;
+on GPUs it also takes one atomic addition per element, in any order.
 """
 
 from __future__ import annotations

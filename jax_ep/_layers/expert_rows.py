@@ -50,35 +50,38 @@ def apply(
     run: Any = experts
     if experts is None:
         run = partial(_experts.auto, device=ep.mesh.local_devices[0])
-    # None for functions that take d itself.
-    rows = None if getattr(run, "takes_dispatched", False) else dequantize(d)
+    takes_dispatched = getattr(run, "takes_dispatched", False)
+    given = d if takes_dispatched else dequantize(d)
     routed = _routed(params, tp_axis)
+    # Rows or a Dispatched, the sizes of its groups, and their weights.
+    parts: list[tuple[Any, jax.Array, _Weights]]
     if not ep.config.fused_shared_expert:
-        parts = [(d, rows, routed)]
+        parts = [(given, d.group_sizes, routed)]
     elif _works_on_parts(run):
         # In one call, the weights of all experts would have to be copied.
+        both = _shared(params, routed), routed
         split = _split(d, count, ep.config.expert_alignment)
         parts = [
-            (_part(d, *at), None if rows is None else rows[at[0]], weights)
-            for at, weights in zip(
-                split, (_shared(params, routed), routed), strict=True
+            (
+                _part(d, rows, groups) if takes_dispatched else given[rows],
+                d.group_sizes[groups],
+                own,
             )
+            for (rows, groups), own in zip(split, both, strict=True)
+            if rows.start < rows.stop
         ]
     else:
-        dtype = None if rows is None else rows.dtype
-        parts = [(d, rows, _in_front(_shared(params, routed), routed, dtype))]
+        dtype = None if takes_dispatched else d.rows_dtype
+        weights = _in_front(_shared(params, routed), routed, dtype)
+        parts = [(given, d.group_sizes, weights)]
     outs = []
-    for part, own_rows, weights in parts:
-        if not part.tokens.shape[0]:
-            continue
+    for part, sizes, weights in parts:
         gate_up, down, options = _arguments(weights, activation)
         moe_checks.require_keywords(run, options)
-        if own_rows is None:
-            out = run(part, gate_up, down, **options)
-        else:
-            out = run(own_rows, gate_up, down, part.group_sizes, **options)
-        shape = (part.tokens.shape[0], ep.config.hidden_size)
-        moe_checks.require_rows(out, shape, experts)
+        rest = () if takes_dispatched else (sizes,)
+        out = run(part, gate_up, down, *rest, **options)
+        rows = (part.tokens if takes_dispatched else part).shape[0]
+        moe_checks.require_rows(out, (rows, ep.config.hidden_size), experts)
         outs.append(out)
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
 

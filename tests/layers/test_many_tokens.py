@@ -6,64 +6,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from support import helpers
+from jax_ep.router import Router
+from support import helpers, moe_dense
+from support.moe_ffn import config, expert_parallel
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-E, K, H, F, T = 4, 2, 128, 128, 1024
-ROUTED = ("gate_up", "down", "gate_bias", "up_bias", "down_bias")
-
-
-def parameters():
-    rng = np.random.default_rng(0)
-    shapes = {
-        "router": (H, E),
-        "gate_up": (E, H, 2, F),
-        "down": (E, F, H),
-        "gate_bias": (E, F),
-        "up_bias": (E, F),
-        "down_bias": (E, H),
-        "shared_gate_up": (H, 2, F),
-        "shared_down": (F, H),
-    }
-    return {
-        name: jnp.asarray(rng.standard_normal(shape) / H**0.5, jnp.bfloat16)
-        for name, shape in shapes.items()
-    }
+E, H, F, T = 4, 128, 128, 1024
 
 
 def gradients(dtype, experts, fields):
     """Gradients of tokens and parameters, all of them cast to `dtype` first."""
     mesh = helpers.make_mesh(helpers.some_ranks(2))
-    config = jax_ep.EPConfig(
-        num_experts=E,
-        top_k=K,
-        hidden_size=H,
-        max_tokens_per_rank=T,
-        dtype=dtype,
-        **helpers.on_nodes(),
-        **fields,
-    )
-    ep = helpers.make_ep(mesh, config)
-    params = parameters()
-    specs = {name: P("ep") if name in ROUTED else P() for name in params}
-    layer = jax.shard_map(
-        lambda tokens, params: jax_ep.moe_ffn(ep, tokens, params, experts=experts)[0],
-        mesh=mesh,
-        in_specs=(P("ep"), specs),
-        out_specs=P("ep"),
-    )
+    sizes = {"num_experts": E, "hidden_size": H, "max_tokens_per_rank": T}
+    ep = helpers.make_ep(mesh, config(top_k=2, dtype=dtype, **sizes, **fields))
+    sizes = {"experts": E, "hidden": H, "inner": F, "shared_inner": F}
+    params = moe_dense.params(expert_bias=True, **sizes)
+    layer = expert_parallel(mesh, ep, params, Router(), experts=experts)
     rng = np.random.default_rng(1)
     tokens, cotangent = rng.standard_normal((2, T * mesh.size, H))
-    given = [jnp.asarray(each, jnp.bfloat16) for each in (tokens, 1 + cotangent / 4)]
-    tokens, params, cotangent = jax.tree.map(
-        lambda each: each.astype(dtype), (given[0], params, given[1])
+    given = jax.tree.map(
+        # Rounded first, so that both layers get the same values.
+        lambda each: jnp.asarray(each, jnp.bfloat16).astype(dtype),
+        (params, tokens, 1 + cotangent / 4),
     )
-    _, back = jax.vjp(jax.jit(layer), tokens, params)
-    to_tokens, to_params = back(cotangent)
+    params, tokens, cotangent = given
+    mask = jnp.ones(len(tokens), bool)
+    main = jax.jit(lambda params, tokens: layer(params, tokens, mask)[0])
+    _, back = jax.vjp(main, params, tokens)
+    to_params, to_tokens = back(cotangent)
     found = {"tokens": to_tokens, **to_params}
     return {name: np.asarray(each, np.float32) for name, each in found.items()}
 

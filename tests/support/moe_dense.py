@@ -17,6 +17,10 @@ def params(
     shared: bool = True,
     bias: bool = False,
     expert_bias: bool = False,
+    experts: int = EXPERTS,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    shared_inner: int = SHARED,
 ) -> dict[str, Any]:
     """Parameters of all experts in float32, named as `jax_ep.moe_ffn` names them."""
     rng = np.random.default_rng(seed)
@@ -25,18 +29,18 @@ def params(
         return (rng.standard_normal(shape) * fan_in**-0.5).astype(np.float32)
 
     found = {
-        "router": normal(HIDDEN, EXPERTS, fan_in=4),
-        "gate_up": normal(EXPERTS, HIDDEN, 2, INNER, fan_in=HIDDEN),
-        "down": normal(EXPERTS, INNER, HIDDEN, fan_in=INNER),
+        "router": normal(hidden, experts, fan_in=4),
+        "gate_up": normal(experts, hidden, 2, inner, fan_in=hidden),
+        "down": normal(experts, inner, hidden, fan_in=inner),
     }
     if bias:
-        found["router_bias"] = normal(EXPERTS, fan_in=100)
+        found["router_bias"] = normal(experts, fan_in=100)
     if shared:
-        found["shared_gate_up"] = normal(HIDDEN, 2, SHARED, fan_in=HIDDEN)
-        found["shared_down"] = normal(SHARED, HIDDEN, fan_in=SHARED)
+        found["shared_gate_up"] = normal(hidden, 2, shared_inner, fan_in=hidden)
+        found["shared_down"] = normal(shared_inner, hidden, fan_in=shared_inner)
     if expert_bias:
-        for name, size in (("gate", INNER), ("up", INNER), ("down", HIDDEN)):
-            found[f"{name}_bias"] = normal(EXPERTS, size, fan_in=4)
+        for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
+            found[f"{name}_bias"] = normal(experts, size, fan_in=4)
     return found
 
 

@@ -28,6 +28,9 @@ def param_specs(params, tp):
         "router_bias": P(),
         "gate_up": P("ep", None, None, tp),
         "down": P("ep", tp),
+        "gate_bias": P("ep", tp),
+        "up_bias": P("ep", tp),
+        "down_bias": P("ep"),
         "shared_gate_up": P(None, None, tp),
         "shared_down": P(tp),
     }
