@@ -51,7 +51,7 @@ def apply(
     if experts is None:
         run = partial(_experts.auto, device=ep.mesh.local_devices[0])
     takes_dispatched = getattr(run, "takes_dispatched", False)
-    given = d if takes_dispatched else dequantize(d)
+    given: Any = d if takes_dispatched else dequantize(d)
     routed = _routed(params, tp_axis)
     # Rows or a Dispatched, the sizes of its groups, and their weights.
     parts: list[tuple[Any, jax.Array, _Weights]]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep import experts
+from jax_ep._layers import expert_rows
 from jax_ep.router import Router
 from support import helpers, moe_dense
 from support.moe_ffn import config, expert_parallel
@@ -104,3 +109,53 @@ def test_weights_are_not_copied(name):
 
     assert not any(found(run))
     assert all(found(as_ones_own(run)))
+
+
+def test_no_call_without_rows():
+    """If the shared expert's rows leave no room, the others are not called at all."""
+    run, fields, biased = CASES["nothing_else"]
+    params = parameters(biased)
+    mapped, ep = layer(run, fields, params)
+    n = T * ep.ep_size
+    given = jnp.zeros((n, H), ep.config.dtype), jnp.ones(n, bool)
+    text = str(jax.make_jaxpr(mapped)(params, *given))
+    # Gate and up of the shared expert together, and down.
+    assert len(re.findall(r"= ragged_dot\w*\[", text)) == 2
+
+
+def test_a_part_of_a_dispatch_is_consistent():
+    """Functions that take a whole `Dispatched` find all of its arrays fit together."""
+    ep = helpers.make_ep(
+        helpers.make_mesh(1),
+        config(
+            num_experts=E,
+            hidden_size=H,
+            max_tokens_per_rank=T,
+            dtype="bfloat16",
+            dispatch_format="fp8_block128",
+            fused_shared_expert=True,
+            expert_alignment=5,
+        ),
+    )
+    rng = np.random.default_rng(2)
+    tokens = jnp.asarray(rng.standard_normal((19, H)), jnp.bfloat16)
+    ids = rng.permuted(np.tile(np.arange(E), (19, 1)), axis=1)[:, :3]
+    weights = jnp.ones((19, 3))
+
+    def both(tokens, ids, weights):
+        d = jax_ep.dispatch(ep, tokens, ids, weights)
+        split = expert_rows._split(d, 19, 5)
+        return d, [expert_rows._part(d, *each) for each in split]
+
+    mapped = jax.shard_map(both, mesh=ep.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    d, parts = jax.jit(mapped)(tokens, ids.astype(np.int32), weights)
+    assert [part.group_sizes.shape for part in parts] == [(1,), (E,)]
+    by_row = ("tokens", "scales", "src_info", "router_weights", "grad_port")
+    for name in (*by_row, "group_sizes", "expert_counts", "expert_ids"):
+        joined = jnp.concatenate([getattr(part, name) for part in parts])
+        np.testing.assert_array_equal(joined, getattr(d, name))
+    for part in parts:
+        offsets = np.asarray(part.row_offsets)
+        assert offsets[0] == 0
+        np.testing.assert_array_equal(np.diff(offsets), part.group_sizes)
+    assert parts[0].row_offsets[1] == len(parts[0].tokens) == 20
