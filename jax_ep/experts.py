@@ -31,11 +31,11 @@ from jax_ep._core import batching, checks, errors, threads
 from jax_ep._core.arrays import as_array
 from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
 from jax_ep._core.types import Dispatched
-from jax_ep._experts import biases, grouped, select, swiglu
+from jax_ep._experts import activations, biases, grouped, select, swiglu
 from jax_ep._experts import fp8 as _fp8
 from jax_ep._experts import operations as _operations
 from jax_ep._experts import quantized as _quantized
-from jax_ep._experts.grouped import grouped_matmul
+from jax_ep._experts.activations import Activation as Activation
 from jax_ep._experts.quantized import QuantizedWeights as QuantizedWeights
 from jax_ep._ops.dequantize import scales_by_row
 from jax_ep._ops.expert_of_row import (
@@ -43,9 +43,6 @@ from jax_ep._ops.expert_of_row import (
     require_dispatched,
     require_one_rank,
 )
-
-# A function of gate and up, `[N, F]` each.
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
 Experts = TypeVar("Experts", bound=Callable[..., Any])
 
@@ -82,25 +79,36 @@ class _Options(NamedTuple):
     activation: Activation | None = None
 
     def inner(
-        self, both: jax.Array, group_sizes: jax.Array, hopper: bool = False
+        self,
+        both: jax.Array,
+        group_sizes: jax.Array,
+        real: jax.Array,
+        how: grouped.How,
     ) -> jax.Array:
-        """Returns the left operand of `down`, from gate and up side by side."""
+        """Returns the left operand of `down`, from gate and up side by side.
+
+        Args:
+            both: `[N, 2 * F]`.
+            group_sizes: int32 `[L]`.
+            real: bool `[N]`, False for rows that hold no token.
+            how: what sums the gradients of biases.
+        """
         if self.gate_bias is not None or self.up_bias is not None:
             shape = group_sizes.shape[0], both.shape[1] // 2
             bias = _joined_biases(self.gate_bias, self.up_bias, shape)
-            both = biases.add(both, bias, group_sizes, hopper)
+            both = biases.add(both, bias, group_sizes, how)
         gate, up = jnp.split(both, 2, axis=-1)
         if self.activation is None:
             return jax.nn.silu(gate) * up
-        return self.activation(gate, up).astype(both.dtype)
+        return activations.apply(self.activation, gate, up, real)
 
     def outer(
-        self, rows: jax.Array, group_sizes: jax.Array, hopper: bool = False
+        self, rows: jax.Array, group_sizes: jax.Array, how: grouped.How
     ) -> jax.Array:
         """Returns the result of the experts, from the product with `down`."""
         if self.down_bias is None:
             return rows
-        return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, hopper)
+        return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, how)
 
 
 def _joined_biases(
@@ -161,7 +169,8 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
     columns = rows.shape[1]
     few_bits = rows.dtype.itemsize == _HOPPER_ITEMSIZE
     hopper = few_bits and hopper_obstacle(columns, columns) is None
-    return biases.add(rows, bias, group_sizes, hopper)
+    how = grouped.Hopper() if hopper else grouped.everywhere()
+    return biases.add(rows, bias, group_sizes, how)
 
 
 def auto(
@@ -202,7 +211,7 @@ def auto(
     options = _Options(gate_bias, up_bias, down_bias, activation)
     if auto_is_hopper(rows.dtype, rows.shape[1], down.shape[1], device):
         return _by_hopper(*given, options)
-    return ragged_dot(*given, **options._asdict())
+    return _by_products(*given, options, grouped.everywhere(device=device))
 
 
 def auto_is_hopper(
@@ -265,10 +274,25 @@ def ragged_dot(
     """
     _require_operands("ragged_dot", rows, gate_up, down, group_sizes)
     options = _Options(gate_bias, up_bias, down_bias, activation)
+    given = (rows, gate_up, down, group_sizes)
+    return _by_products(*given, options, grouped.everywhere())
+
+
+def _by_products(
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    options: _Options,
+    how: grouped.How,
+) -> jax.Array:
+    """Applies experts as two products of one implementation."""
     gate_up, down = _wide(rows, gate_up, down)
-    both = grouped.ragged_dot(rows, gate_up, group_sizes)
-    inner = options.inner(both, group_sizes)
-    return options.outer(grouped.ragged_dot(inner, down, group_sizes), group_sizes)
+    both = grouped.matmul(rows, gate_up, group_sizes, how)
+    real = _operations.real_rows(group_sizes, rows.shape[0])
+    inner = options.inner(both, group_sizes, real, how)
+    out = grouped.matmul(inner, down, group_sizes, how)
+    return options.outer(out, group_sizes, how)
 
 
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:
@@ -361,19 +385,11 @@ def _by_hopper(
     group_sizes: jax.Array,
     options: _Options,
 ) -> jax.Array:
+    how = grouped.Hopper()
     if (options.activation, options.gate_bias, options.up_bias) == (None, None, None):
         out = swiglu.apply(rows, gate_up, down, group_sizes)
-        return options.outer(out, group_sizes, hopper=True)
-    gate_up, down = _wide(rows, gate_up, down)
-    both = grouped_matmul(rows, gate_up, group_sizes)
-    # Gradients of what the activation closes over are sums over all rows. So its
-    # operands and its cotangent are zero past the last group, where kernels write
-    # nothing.
-    real = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    inner = options.inner(jnp.where(real, both, 0), group_sizes, hopper=True)
-    inner = jnp.where(real, inner, 0)
-    out = grouped_matmul(inner, down, group_sizes)
-    return options.outer(out, group_sizes, hopper=True)
+        return options.outer(out, group_sizes, how)
+    return _by_products(rows, gate_up, down, group_sizes, options, how)
 
 
 def hopper_obstacle(
@@ -459,11 +475,14 @@ class Padded:
         padded = padded.reshape(groups, self.largest, hidden)
         options = _Options(gate_bias, up_bias, down_bias, activation)
         even = jnp.full(groups, self.largest, jnp.int32)
+        how = grouped.everywhere()
         both = jnp.einsum("lnh,lhf->lnf", padded, gate_up)
-        inner = options.inner(both.reshape(-1, both.shape[-1]), even)
+        inner = options.inner(both.reshape(-1, both.shape[-1]), even, filled, how)
+        # Places without a row hold what an activation made of another expert's row.
+        inner = jnp.where(filled[:, None], inner, 0)
         inner = inner.reshape(groups, self.largest, -1)
         out = jnp.einsum("lnf,lfh->lnh", inner, down).reshape(-1, hidden)
-        out = options.outer(out, even)
+        out = options.outer(out, even, how)
         return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
 
 
@@ -490,7 +509,8 @@ def fp8(
     activation's float32 result is quantised per 128 elements of F, and the results of
     down are rounded once. Cotangents are quantised likewise. Gradients of the weights
     are not quantised, and are taken as if the weights had not been, either. Only first
-    derivatives are defined.
+    derivatives are defined. Weights in "mxfp4" alone are frozen: gradients reach rows,
+    biases and what `activation` closes over, from cotangents that are not quantised.
 
     Args:
         d: the `Dispatched` of one rank, of format "fp8_block128", "fp8_block128_e8m0"
@@ -514,8 +534,7 @@ def fp8(
     Raises:
         TypeError, ValueError: while tracing, if an argument is not as described above,
             or H or F is not a multiple of 128 (32 for weights in "mxfp4" with rows in
-            "bf16"); in the backward pass, if `d` lacks its `grad_port` or the weights
-            are in "mxfp4".
+            "bf16"); in the backward pass, if `d` lacks its `grad_port`.
     """
     require_dispatched("experts.fp8", d)
     require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
@@ -591,21 +610,16 @@ def fp8(
             rows = _operations.Rows(values, None)
             if not plain:
                 rows = _operations.quantized_rows(values)
-        consts: tuple[jax.Array, ...] = ()
-        if activation is not None:
-            like = jax.ShapeDtypeStruct((d.tokens.shape[0], inner), jnp.float32)
-            activation, found = jax.closure_convert(activation, like, like)
-            consts = tuple(found)
         static = _fp8.Static(
             d.rows_dtype,
-            activation,
+            None,
             port is not None,
             None if masters is None else (masters[0].dtype, masters[1].dtype),
             select.operations(),
         )
         biases = _fp8.Biases(gate_bias, up_bias, down_bias)
         return _fp8.apply(
-            static, port, masters, biases, consts, rows, weights, d.group_sizes
+            static, port, masters, biases, activation, rows, weights, d.group_sizes
         )
 
 
@@ -629,8 +643,8 @@ def quantize_weights(
         down: `[L, F, H]`.
         format: "fp8_block128", e4m3 with a float32 scale per 128 x 128 elements of each
             matrix; or "mxfp4", e2m1 with a power of two as the scale of 32 elements
-            along the contracted dimension, for inference only. docs/formats.md has the
-            rules.
+            along the contracted dimension, for inference and for training what is
+            around frozen experts. docs/formats.md has the rules.
         backward: whether gradients will be taken with these codes. If so, the result
             also holds what kernels need for that beyond the codes, if anything.
 
@@ -649,14 +663,6 @@ def quantize_weights(
             repr(format),
             "docs/fp8.md describes them",
             operand="format",
-        )
-    if format == "mxfp4" and backward:
-        raise errors.invalid(
-            function,
-            'backward must be False for "mxfp4", which is for inference only',
-            "True",
-            'train with format="fp8_block128"',
-            operand="backward",
         )
     given = _checked_matrices(function, gate_up, down)
     _, hidden, _, inner = given[0].shape

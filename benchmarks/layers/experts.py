@@ -3,10 +3,15 @@
 All layers of a run use the same way, so that they differ only in the exchange.
 """
 
+import functools
+
 from jax_ep import experts
-from jax_ep.experts import grouped_matmul
+from jax_ep._experts import grouped
 
 __all__ = ["available", "default", "grouped_matmul", "make"]
+
+# By the kernels for Hopper.
+grouped_matmul = functools.partial(grouped.matmul, how=grouped.Hopper())
 
 _FP8_MULTIPLE = 128  # of H and F
 

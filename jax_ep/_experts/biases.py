@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._experts import grouped, kernels
+from jax_ep._experts import grouped
+from jax_ep._experts.grouped import How
 from jax_ep._ops.expert_of_row import group_of_row
 
 
@@ -27,40 +28,7 @@ def spread(bias: jax.Array, sizes: jax.Array, count: int) -> jax.Array:
     return bias[jnp.minimum(group, bias.shape[0] - 1)]
 
 
-def sums(values: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
-    """Sums the rows `[N, F]` of each group in float32 (float64, if they are).
-
-    Args:
-        values: rows past the groups may hold anything, even NaN.
-        sizes: int32 `[L]`.
-        hopper: whether to use the kernels for Hopper. They take rows of 16 bits, and F
-            must be a multiple of `kernels.ALIGNED`.
-
-    Returns:
-        `[L, F]`, float32 or float64.
-    """
-    count = values.shape[0]
-    if hopper:
-        ones = jnp.ones((count, kernels.ALIGNED), values.dtype)
-        given = grouped.varied(ones, values, sizes)
-        found: Any = grouped.by_groups(*given, grouped.Hopper(), jnp.dtype("float32"))
-        return found[:, 0]
-    group = group_of_row(jnp.cumsum(sizes), count)[:, None]
-    own = group == jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    # Products with 0 and 1 are exact unless the values themselves are rounded.
-    rounds = values.dtype.itemsize > 2
-    return jax.lax.dot_general(
-        own.astype(values.dtype),
-        jnp.where(group < sizes.shape[0], values, 0),
-        (((0,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if rounds else jax.lax.Precision.DEFAULT,
-        preferred_element_type=jnp.promote_types(values.dtype, jnp.float32),
-    )
-
-
-def add(
-    rows: jax.Array, bias: jax.Array, sizes: jax.Array, hopper: bool = False
-) -> jax.Array:
+def add(rows: jax.Array, bias: jax.Array, sizes: jax.Array, how: How) -> jax.Array:
     """Adds each group's bias, in the dtype of the rows; derivatives of any order work.
 
     Args:
@@ -68,26 +36,27 @@ def add(
             cotangents.
         bias: `[L, F]`, of any floating dtype.
         sizes: int32 `[L]`.
-        hopper: as in `sums`.
+        how: the implementation that sums the gradients. That of `Hopper` takes rows of
+            16 bits, and F must be a multiple of `kernels.ALIGNED`.
 
     Returns:
         `[N, F]`; rows past the groups are unspecified.
     """
-    return _add(*grouped.varied(rows, bias, sizes), hopper, bias.dtype)
+    return _add(*grouped.varied(rows, bias, sizes), how, bias.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _add(rows: Any, bias: Any, sizes: Any, hopper: bool, dtype: Any) -> Any:
-    del hopper, dtype
+def _add(rows: Any, bias: Any, sizes: Any, how: How, dtype: Any) -> Any:
+    del how, dtype
     return rows + spread(bias.astype(rows.dtype), sizes, rows.shape[0])
 
 
-def _add_forward(rows: Any, bias: Any, sizes: Any, hopper: bool, dtype: Any) -> Any:
-    return _add(rows, bias, sizes, hopper, dtype), sizes
+def _add_forward(rows: Any, bias: Any, sizes: Any, how: How, dtype: Any) -> Any:
+    return _add(rows, bias, sizes, how, dtype), sizes
 
 
-def _add_backward(hopper: bool, dtype: Any, sizes: Any, cotangent: Any) -> Any:
-    return cotangent, sums(cotangent, sizes, hopper).astype(dtype), None
+def _add_backward(how: How, dtype: Any, sizes: Any, cotangent: Any) -> Any:
+    return cotangent, how.sums(cotangent, sizes).astype(dtype), None
 
 
 _add.defvjp(_add_forward, _add_backward)

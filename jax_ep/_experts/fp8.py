@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._core import batching, errors
 from jax_ep._core.literals import Dtype
 from jax_ep._core.varying import vary_alike, varying
+from jax_ep._experts import activations
+from jax_ep._experts.activations import Activation
 from jax_ep._experts.operations import (
     Inner,
     Operations,
@@ -54,7 +56,7 @@ def apply(
     port: jax.Array | None,
     masters: tuple[jax.Array, jax.Array] | None,
     biases: Biases,
-    consts: tuple[jax.Array, ...],
+    activation: Activation | None,
     rows: Rows,
     weights: QuantizedWeights,
     sizes: jax.Array,
@@ -62,12 +64,13 @@ def apply(
     """Applies experts to rows; the derivative is straight-through.
 
     Args:
-        static: see `Static`.
+        static: see `Static`; its `activation` is set here.
         port: `[N, H]`, which gets the cotangent of the rows; its values are not read.
         masters: gate_up and down, which get the cotangents of the weights; their values
             are not read either, so XLA leaves out what computes them.
         biases: see `Biases`.
-        consts: as in `Inner`.
+        activation: a function of (gate, up) in float32; None means
+            `silu(gate) * up`.
         rows: `[N, H]`.
         weights: the weights of L experts.
         sizes: int32 `[L]`.
@@ -75,9 +78,15 @@ def apply(
     Returns:
         `[N, H]` of `static.dtype`.
     """
-    given = (port, masters, biases, consts, rows, weights, sizes)
-    axes = sorted(frozenset().union(*map(varying, jax.tree.leaves(given))))
-    return _apply(static, *vary_alike(axes, frozenset(), *given))
+    given = (port, masters, biases, rows, weights, sizes)
+    axes = frozenset().union(*map(varying, jax.tree.leaves(given)))
+    consts: tuple[jax.Array, ...] = ()
+    if activation is not None:
+        shape = rows.values.shape[0], weights.shapes[1][1]
+        run, consts, axes = activations.closed(activation, shape, jnp.float32, axes)
+        static = static._replace(activation=run)
+    first = vary_alike(sorted(axes), axes, *given)
+    return _apply(static, *first[:3], consts, *first[3:])
 
 
 @jax.custom_jvp
@@ -131,14 +140,6 @@ def _forward(
     sizes: jax.Array,
 ) -> Any:
     jax.tree.map(_only_once, (port, masters, biases))
-    if weights.format == "mxfp4":
-        raise errors.invalid(
-            "experts.fp8",
-            'weights of format "mxfp4" must not be differentiated',
-            "a call inside jax.grad or jax.vjp",
-            'train with format="fp8_block128", or stop the gradient at the result '
-            "with jax.lax.stop_gradient",
-        )
     h, both = _gate_up(static, biases, consts, rows, weights, sizes)
     # All that the backward pass needs of this product has one name, so that a policy
     # that saves this name repeats no product.
@@ -163,12 +164,16 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
             operand="d",
         )
     compute = static.operations
+    # Cotangents meet weights of four bits, which are frozen, as they are.
+    plain = weights.format == "mxfp4"
 
     def down_dgrad(
         cotangent: Any, weights: Any, sizes: Any, biases: Any, consts: Any, both: Any
     ) -> Any:
         inner = Inner(biases.gate, biases.up, consts, static.activation)
-        codes = compute.quantize_cotangents(cotangent, sizes)
+        codes = Rows(cotangent, None)
+        if not plain:
+            codes = compute.quantize_cotangents(cotangent, sizes)
         return compute.down_dgrad(codes, weights, sizes, inner, both)
 
     codes, to_both, to_consts = batching.in_turn(down_dgrad)(

@@ -1,4 +1,7 @@
-"""Grouped matmuls with derivatives and a vmap rule, by XLA or by kernels for Hopper."""
+"""Grouped matmuls with derivatives and a vmap rule, by XLA or by kernels for Hopper.
+
+A NaN or Inf stays in the group it is in, whatever the implementation.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,34 @@ import jax.numpy as jnp
 from jax_ep._core import batching
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._experts import kernels
+from jax_ep._ops.expert_of_row import group_of_row
+
+_HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def grouped_matmul(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`, with the kernels for Hopper.
+def matmul(
+    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, how: How
+) -> Any:
+    """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`.
 
     Rows past the last group and their cotangents may hold anything, even NaN; their
     results are unspecified.
     """
-    return _differentiable(Hopper(), rows, weights, group_sizes)
+    return by_rows(*varied(rows, weights, group_sizes), how, False)
 
 
-def ragged_dot(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """Like `jax.lax.ragged_dot`, but vmap also works if all entries share weights."""
-    # getattr, because type checkers do not know the fields of JAX's config.
-    how = Ragged(getattr(jax.config, "jax_default_matmul_precision", None))
-    return _differentiable(how, rows, weights, group_sizes)
+def everywhere(precision: Any = None, device: Any = None) -> How:
+    """Returns the implementation for devices without kernels.
 
-
-def _differentiable(how: How, *given: jax.Array) -> Any:
-    return by_rows(*varied(*given), how, False)
+    Args:
+        precision: of products; None means the one that is set when this is called.
+        device: the `jax.Device` to run on; None means this process's first.
+    """
+    if precision is None:
+        # getattr, because type checkers do not know the fields of JAX's config.
+        precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    device = device or jax.local_devices()[0]
+    return Tiles(precision) if device.platform == "cpu" else Ragged(precision)
 
 
 def varied(*given: Any) -> Any:
@@ -52,6 +59,13 @@ class How(Protocol):
     def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
         """Computes `by_groups`."""
 
+    def sums(self, values: Any, sizes: Any) -> Any:
+        """Sums the rows `[N, F]` of each group to `[L, F]`, with derivatives.
+
+        Rows past the groups may hold anything. The result is float32, or float64 if
+        the values are.
+        """
+
 
 class Hopper(NamedTuple):
     """The kernels for Hopper."""
@@ -64,20 +78,48 @@ class Hopper(NamedTuple):
         out = dtype if dtype == left.dtype else jnp.float32
         return kernels.outer(left, right, sizes, out).astype(dtype)
 
+    def sums(self, values: Any, sizes: Any) -> Any:
+        return _sums_of_products(values, sizes, self, kernels.ALIGNED)
+
 
 class Ragged(NamedTuple):
-    """XLA's ragged_dot, at the matmul precision that was set when it was called."""
+    """XLA's ragged_dot. It may multiply all rows by all matrices, some of them by 0."""
 
     precision: Any
 
     def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        if not transposed:
-            return jax.lax.ragged_dot(rows, weights, sizes, precision=self.precision)
-        return self._general(rows, weights, sizes, ((1,), (2,)), [0])
+        # 0 * NaN is NaN, so matrices with one are left out, and their rows set to NaN.
+        finite = jnp.all(jnp.isfinite(weights), axis=(1, 2))
+        weights = jnp.where(finite[:, None, None], weights, 0)
+        if transposed:
+            out = self._general(rows, weights, sizes, ((1,), (2,)), [0])
+        else:
+            out = jax.lax.ragged_dot(rows, weights, sizes, precision=self.precision)
+        group = jnp.minimum(_groups(sizes, rows.shape[0]), weights.shape[0] - 1)
+        return jnp.where(finite[group][:, None], out, jnp.nan)
 
     def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
         sums = self._general(left, right, sizes, ((0,), (0,)), [])
         return sums.astype(dtype)
+
+    def sums(self, values: Any, sizes: Any) -> Any:
+        group = _groups(sizes, values.shape[0])[:, None]
+        own = group == jnp.arange(sizes.shape[0], dtype=jnp.int32)
+        finite = jnp.isfinite(values) | (group == sizes.shape[0])
+
+        def product(values: Any) -> Any:
+            # Products with 0 and 1 are exact unless the values themselves are rounded.
+            rounds = values.dtype.itemsize > 2
+            return jax.lax.dot_general(
+                own.astype(values.dtype),
+                jnp.where(group < sizes.shape[0], values, 0),
+                (((0,), (0,)), ((), ())),
+                precision=_HIGHEST if rounds else jax.lax.Precision.DEFAULT,
+                preferred_element_type=_wide(values),
+            )
+
+        total = product(jnp.where(finite, values, 0))
+        return jnp.where(product((~finite).astype(jnp.bfloat16)) > 0, jnp.nan, total)
 
     def _general(
         self, left: Any, right: Any, sizes: Any, contracting: Any, groups: list[int]
@@ -88,6 +130,106 @@ class Ragged(NamedTuple):
         return jax.lax.ragged_dot_general(
             left, right, sizes, dimensions, precision=self.precision
         )
+
+
+class Tiles(NamedTuple):
+    """A loop over tiles of rows, each of one group: on CPUs, where loops cost little.
+
+    Its time follows the rows that the groups hold, not the room for them.
+    """
+
+    precision: Any
+
+    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+        # Converted once: XLA would convert all of an array in each step of the loop.
+        wide, matrices = rows.astype(_wide(rows)), weights.astype(_wide(rows))
+        columns = weights.shape[1 if transposed else 2]
+        tile = _tile(rows, sizes)
+        contracting = (((1,), (1 if transposed else 0,)), ((), ()))
+
+        def step(at: Any, group: Any, end: Any, out: Any) -> Any:
+            del end
+            matrix = jax.lax.dynamic_index_in_dim(matrices, group, 0, keepdims=False)
+            product = jax.lax.dot_general(
+                _slice(padded, at, tile), matrix, contracting, precision=self.precision
+            )
+            # What it writes past the end of its group, the next group overwrites.
+            return jax.lax.dynamic_update_slice_in_dim(out, product, at, 0)
+
+        (padded,) = _padded(tile, wide)
+        shape = (padded.shape[0], columns)
+        out = _over_tiles(step, rows, sizes, tile, jnp.zeros(shape, wide.dtype))
+        return out[: rows.shape[0]].astype(rows.dtype)
+
+    def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
+        wide = _wide(left)
+        tile = _tile(left, sizes)
+        contracting = (((0,), (0,)), ((), ()))
+        padded = _padded(tile, left.astype(wide), right.astype(wide))
+        within = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+
+        def step(at: Any, group: Any, end: Any, out: Any) -> Any:
+            own = within < end - at
+            x, y = (jnp.where(own, _slice(each, at, tile), 0) for each in padded)
+            product = jax.lax.dot_general(x, y, contracting, precision=self.precision)
+            total = jax.lax.dynamic_index_in_dim(out, group, 0, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(out, total + product, group, 0)
+
+        shape = (sizes.shape[0], left.shape[1], right.shape[1])
+        out = _over_tiles(step, left, sizes, tile, jnp.zeros(shape, wide))
+        return out.astype(dtype)
+
+    def sums(self, values: Any, sizes: Any) -> Any:
+        return _sums_of_products(values, sizes, Tiles(_HIGHEST), 1)
+
+
+def _sums_of_products(values: Any, sizes: Any, how: How, columns: int) -> Any:
+    """Sums rows as outer products with `columns` columns of ones."""
+    ones = jnp.ones((values.shape[0], columns), values.dtype)
+    given = varied(ones, values, sizes)
+    found: Any = by_groups(*given, how, jnp.dtype(_wide(values)))
+    return found[:, 0]
+
+
+def _tile(rows: Any, sizes: Any) -> int:
+    """Returns the number of rows per tile: about those of a group, if all are full."""
+    per_group = -(-rows.shape[0] // sizes.shape[0])
+    return min(128, max(16, 1 << (per_group - 1).bit_length()))
+
+
+def _padded(tile: int, *arrays: Any) -> list[Any]:
+    """Returns arrays with a tile of zeros behind the last row."""
+    return [jnp.pad(array, ((0, tile), (0, 0))) for array in arrays]
+
+
+def _slice(array: Any, at: Any, tile: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(array, at, tile, 0)
+
+
+def _over_tiles(step: Any, rows: Any, sizes: Any, tile: int, out: Any) -> Any:
+    """Calls `out = step(first row, group, end of the group, out)` for each tile."""
+    # Wrong sizes must not make the loop endless.
+    ends = jnp.clip(jnp.cumsum(sizes), 0, rows.shape[0])
+
+    def body(state: Any) -> Any:
+        group, at, out = state
+        end = ends[group]
+        out = step(at, group, end, out)
+        last = at + tile >= end
+        return jnp.where(last, group + 1, group), jnp.where(last, end, at + tile), out
+
+    zero = jnp.int32(0)
+    start = _varies_as(rows, (zero, zero, out))
+    return jax.lax.while_loop(lambda state: state[0] < sizes.shape[0], body, start)[2]
+
+
+def _wide(values: Any) -> Any:
+    """Returns the dtype of sums: float32, or float64 for values of it."""
+    return jnp.promote_types(values.dtype, jnp.float32)
+
+
+def _groups(sizes: Any, count: int) -> Any:
+    return group_of_row(jnp.cumsum(sizes), count)
 
 
 # The derivatives of both matmuls consist of the two, so derivatives of any order work.
@@ -152,6 +294,6 @@ by_groups.defvjp(_by_groups_forward, _by_groups_backward)
 
 
 def _varies_as(like: Any, result: Any) -> Any:
-    """Marks a kernel's result as varying over the axes of `like`, for check_vma."""
+    """Marks arrays as varying over the axes of `like`, for check_vma."""
     axes = varying(like)
     return vary_alike(sorted(axes), axes, result)[0]

@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core.literals import WeightFormat
-from jax_ep._experts import biases, four_bits, kernels, quantized
+from jax_ep._experts import four_bits, grouped, kernels, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
@@ -79,6 +79,9 @@ class HopperOperations(Operations):
     ) -> jax.Array:
         """Overrides `Operations.product`."""
         if weights.format == "mxfp4":
+            if transposed and rows.scales is None and _is_bfloat16(rows.values.dtype):
+                matrices = _decoded(weights, which)
+                return kernels.rows(rows.values, matrices, sizes, True).astype(dtype)
             plain = None if transposed else _four_bits(rows, weights, which, sizes)
             if plain is not None:
                 out = jnp.bfloat16 if _is_bfloat16(dtype) else jnp.float32
@@ -182,7 +185,9 @@ class HopperOperations(Operations):
 
     def bias_grad(self, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
         """Overrides `Operations.bias_grad`."""
-        return biases.sums(cotangent, sizes, hopper=cotangent.dtype.itemsize == 2)
+        if cotangent.dtype.itemsize != 2:  # the kernels take 16 bits
+            return super().bias_grad(cotangent, sizes)
+        return grouped.Hopper().sums(cotangent, sizes)
 
 
 def _side_by_side(values: jax.Array) -> jax.Array:
@@ -261,17 +266,23 @@ def _four_bits(
         # The kernels for many rows round sums to 16 bits.
         if many and dtype == jnp.bfloat16:
             # The weights are exact in bfloat16, so both ways sum the same products.
-            matrices = quantized.dequantize(weights, which).astype(jnp.bfloat16)
+            matrices = _decoded(weights, which)
             if gate_up:
-                return kernels.gate_up(rows.values, matrices, sizes, False)[0]
-            merged = matrices.reshape(*matrices.shape[:2], -1)
-            return kernels.rows(rows.values, merged, sizes)
+                split = matrices.reshape(weights.shapes[0])
+                return kernels.gate_up(rows.values, split, sizes, False)[0]
+            return kernels.rows(rows.values, matrices, sizes)
         both = which == "gate_up" and not gate_up
         columns = rest[-1] * (2 if both else 1)
         out = kernels.four_bits(values, scales, tiles, sizes, columns, dtype, gate_up)
         return four_bits.side_by_side(out) if both else out
 
     return multiply
+
+
+def _decoded(weights: QuantizedWeights, which: Which) -> jax.Array:
+    """Returns matrices in "mxfp4" as bfloat16, which is exact, gate and up merged."""
+    matrices = quantized.dequantize(weights, which).astype(jnp.bfloat16)
+    return matrices.reshape(*matrices.shape[:2], -1)
 
 
 def _turned(weights: QuantizedWeights, which: Which) -> jax.Array:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from jax_ep import formats
 from jax_ep._core.literals import Dtype, Format, WeightFormat
-from jax_ep._experts import biases, quantized
-from jax_ep._experts.grouped import Ragged
+from jax_ep._experts import activations, biases, grouped, quantized
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
 _ROW_FORMAT: Format = "fp8_block128"
@@ -54,9 +53,9 @@ class Inner(NamedTuple):
         gate_bias: `[L, F]`, or None.
         up_bias: `[L, F]`, or None.
         consts: arrays that `activation` takes besides gate and up.
-        activation: a function of (gate, up, *consts), static; None means
-            `silu(gate) * up`. Fused kernels know only that one, and leave others and
-            biases to `Operations`.
+        activation: `run` of an `activations.Closed`; None means `silu(gate) * up`.
+            Fused kernels know only that one, and leave others and biases to
+            `Operations`.
     """
 
     gate_bias: jax.Array | None
@@ -64,11 +63,23 @@ class Inner(NamedTuple):
     consts: tuple[jax.Array, ...]
     activation: Callable[..., jax.Array] | None
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def __call__(self, gate: jax.Array, up: jax.Array, sizes: jax.Array) -> jax.Array:
         """Returns the activation of gate and up, which already include their biases."""
         if self.activation is None:
             return jax.nn.silu(gate) * up
-        return self.activation(gate, up, *self.consts).astype(gate.dtype)
+        real = real_rows(sizes, gate.shape[0])
+        return activations.value(self.activation, gate, up, self.consts, real)
+
+    def gradients(
+        self, gate: jax.Array, up: jax.Array, sizes: jax.Array, to_h: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+        """Returns the cotangents of gate, up and consts, from that of the result."""
+        if self.activation is None:
+            _, back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+            return *back(to_h), ()
+        real = real_rows(sizes, gate.shape[0])
+        run = self.activation
+        return activations.gradients(run, gate, up, self.consts, real, to_h)
 
 
 class Operations:
@@ -165,7 +176,7 @@ class Operations:
         both = both.reshape(both.shape[0], 2, both.shape[1] // 2)
         gate = with_bias(both[:, 0], inner.gate_bias, sizes)
         up = with_bias(both[:, 1], inner.up_bias, sizes)
-        h = inner(gate, up)
+        h = inner(gate, up, sizes)
         kept = jnp.stack([gate, up], 1).astype(jnp.bfloat16) if keep else None
         if rows.scales is None:
             return Rows(h.astype(dtype), None), kept
@@ -207,7 +218,7 @@ class Operations:
         """Computes the backward pass of down and the activation.
 
         Args:
-            cotangent: `[N, H]`, of down's rows, from `quantize_cotangents`.
+            cotangent: `[N, H]`, of down's rows, from `quantize_cotangents`, or plain.
             weights: as in `product`.
             sizes: int32 `[L]`.
             inner: biases and activation; `both` already includes the biases.
@@ -215,24 +226,18 @@ class Operations:
 
         Returns:
             The cotangents of gate and up side by side, `[N, 2 * F]`, quantised from
-            float32; the same in bfloat16, not quantised, `[N, 2, F]`; the cotangents
-            of `inner.consts`.
+            float32, or plain as `cotangent` is; the same in bfloat16, not quantised,
+            `[N, 2, F]`; the cotangents of `inner.consts`.
         """
         to_h = self.product(
             cotangent, weights, "down", sizes, jnp.float32, transposed=True
         )
-        real = real_rows(sizes, to_h.shape[0])
-        # Sums over rows, as in the cotangents of consts, must not meet rows past the
-        # groups.
-        both = jnp.where(real[:, None], both.astype(jnp.float32), 0)
-
-        def activate(gate: Any, up: Any, consts: Any) -> Any:
-            return inner._replace(consts=consts)(gate, up)
-
-        _, back = jax.vjp(activate, both[:, 0], both[:, 1], inner.consts)
-        to_gate, to_up, to_consts = back(jnp.where(real, to_h, 0))
+        wide = both.astype(jnp.float32)
+        to_gate, to_up, to_consts = inner.gradients(wide[:, 0], wide[:, 1], sizes, to_h)
         to_both = jnp.concatenate([to_gate, to_up], 1)
         plain = to_both.astype(jnp.bfloat16).reshape(both.shape)
+        if cotangent.scales is None:
+            return Rows(to_both.astype(cotangent.values.dtype), None), plain, to_consts
         return self.quantize_cotangents(to_both, sizes), plain, to_consts
 
     def wgrad(
@@ -249,7 +254,7 @@ class Operations:
         Returns:
             `[L, A, B]`.
         """
-        real = real_rows(sizes, cotangent.shape[0])
+        real = real_rows(sizes, cotangent.shape[0])[:, None]
         left = jnp.where(real, rows.to("bfloat16").astype(jnp.float32), 0)
         right = cotangent.astype(jnp.bfloat16).astype(jnp.float32)
         right = jnp.where(real, right, 0)
@@ -262,12 +267,12 @@ class Operations:
 
     def bias_grad(self, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
         """Sums the cotangents `[N, F]` of each group's rows, to float32 `[L, F]`."""
-        return biases.sums(cotangent, sizes, hopper=False)
+        return _exact().sums(cotangent, sizes)
 
 
 def real_rows(sizes: jax.Array, count: int) -> jax.Array:
-    """Returns bool `[count, 1]`: whether each row belongs to a group."""
-    return (jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
+    """Returns bool `[count]`: whether each row belongs to a group."""
+    return jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes)
 
 
 def with_bias(rows: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
@@ -278,5 +283,5 @@ def with_bias(rows: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.
     return rows.astype(jnp.float32) + own
 
 
-def _exact() -> Ragged:
-    return Ragged(jax.lax.Precision.HIGHEST)
+def _exact() -> grouped.How:
+    return grouped.everywhere(jax.lax.Precision.HIGHEST)

@@ -105,8 +105,7 @@ def _shared(params: Mapping[str, Any], routed: _Weights) -> _Weights:
     if routed.codes is None:
         return _Weights(gate_up, down, None, zeros)
     codes = _experts.quantize_weights(gate_up, down, format=routed.codes.format)
-    if routed.gate_up is None:
-        return _Weights(None, None, codes, zeros)
+    # Its weights may be trained where codes alone stand for those of the others.
     return _Weights(gate_up, down, codes, zeros)
 
 
@@ -148,6 +147,8 @@ def _in_front(shared: _Weights, routed: _Weights, dtype: Any) -> _Weights:
         wanted = jnp.result_type(first, rest) if dtype is None else dtype
         return jnp.concatenate([first.astype(wanted), rest.astype(wanted)])
 
+    if routed.gate_up is None:
+        shared = shared._replace(gate_up=None, down=None)
     plain = shared._replace(codes=None), routed._replace(codes=None)
     both: _Weights = jax.tree.map(join, *plain)
     if shared.codes is None or routed.codes is None:

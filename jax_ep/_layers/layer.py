@@ -406,14 +406,6 @@ class Layer(Arguments):
             return rest | {"experts": found}
         if quantized is None:
             return dict(values)
-        if self.experts is None:
-            raise errors.invalid(
-                self.function,
-                "quantized must be None with the default experts",
-                f"a {type(quantized).__name__}",
-                "make the layer with experts=jax_ep.experts.fp8",
-                kind=TypeError,
-            )
         found = codes.checked(self.function, quantized, self._layouts()[0])
         return {**values, "experts": found}
 

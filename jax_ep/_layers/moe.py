@@ -107,9 +107,9 @@ def moe_ffn(
             "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or instead
             "gate" and "up" `[L, H, F]`;
             "down" `[L, F, H]`;
-            "experts": a `jax_ep.experts.QuantizedWeights` of this rank's experts, for
-            `experts=jax_ep.experts.fp8`, either together with "gate_up" and "down",
-            which then get the gradients, or in their place;
+            "experts": a `jax_ep.experts.QuantizedWeights` of this rank's experts,
+            which `jax_ep.experts.fp8` multiplies, either together with "gate_up" and
+            "down", which then get the gradients, or in their place;
             "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional biases
             of the routed experts;
             "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
@@ -148,10 +148,10 @@ def moe_ffn(
             with (d, "gate_up", "down"). Biases and `activation`, if any, are passed as
             keywords of these names. If `params` has "experts" alone, it is passed in
             place of "gate_up", and None in place of "down"; if `params` has all three,
-            it is passed as the keyword `quantized`. None means `jax_ep.experts.auto`:
-            SwiGLU by `jax.lax.ragged_dot`, or by kernels on Hopper GPUs if XLA's
-            ragged_dot is dense there. `jax_ep.experts` has more, and your own grouped
-            matmul works as well.
+            it is passed as the keyword `quantized`. None means `jax_ep.experts.fp8` if
+            `params` has "experts", else `jax_ep.experts.auto`: SwiGLU by XLA, or by
+            kernels on Hopper GPUs if XLA's ragged_dot is dense there. `jax_ep.experts`
+            has more, and your own grouped matmul works as well.
         activation: a function of (gate, up) `[N, F]` for all experts; None means
             `silu(gate) * up`.
         placement: which experts the places hold, if the config's `num_experts` counts
@@ -173,7 +173,8 @@ def moe_ffn(
     moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts, activation)
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
-    moe_checks.require_taken_codes(experts, params)
+    if experts is None and "experts" in params:
+        experts = _experts.fp8
     moe_checks.require_blocks(ep, experts, params, tp_axis)
     if tp_axis is not None:
         moe_checks.require_split(ep, tokens, params, tp_axis)
@@ -201,7 +202,7 @@ def moe_ffn(
         operands = vary_alike(order, least, *operands)
     x, ids, weights = operands
     sent = (ep, x, ids, weights)
-    seen = tails.seen(ep, experts, _intermediate_size(params), activation)
+    seen = tails.seen(ep, experts, _intermediate_size(params))
     zero_tail = config.zero_tail and seen
     if "shared_down" in params and not fused:
         d, shared = _dispatch_beside(*sent, input_scale, params, activation, zero_tail)

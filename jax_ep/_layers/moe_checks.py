@@ -269,19 +269,6 @@ def require_rows(rows: Any, expected: tuple[int, int], experts: Any) -> None:
     )
 
 
-def require_taken_codes(experts: Any, params: Mapping[str, Any]) -> None:
-    """Raises TypeError if codes are given without `experts`: the default takes none."""
-    if "experts" in params and experts is None:
-        raise errors.invalid(
-            "moe_ffn",
-            "experts must be a function of codes with params['experts']",
-            "None",
-            "pass experts=jax_ep.experts.fp8, which multiplies them",
-            operand="experts",
-            kind=TypeError,
-        )
-
-
 def require_blocks(
     ep: EPHandle, experts: Any, params: Mapping[str, Any], tp_axis: str | None
 ) -> None:

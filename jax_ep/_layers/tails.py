@@ -13,19 +13,15 @@ from jax_ep import experts
 from jax_ep._core.handle import EPHandle
 
 
-def seen(ep: EPHandle, run: Any, intermediate_size: int, activation: Any) -> bool:
+def seen(ep: EPHandle, run: Any, intermediate_size: int) -> bool:
     """Whether results or gradients of `run` may depend on rows past the groups.
 
     Args:
         ep: the handle of the layer.
         run: the layer's experts, or None.
         intermediate_size: F per rank.
-        activation: the layer's activation, or None.
     """
-    # The gradient of a value that the activation closes over is a sum over all rows.
-    if activation is not None:
-        return True
-    if isinstance(run, functools.partial) and "activation" not in run.keywords:
+    if isinstance(run, functools.partial):
         run = run.func
     if run is experts.fp8:
         return False

@@ -182,7 +182,6 @@ GATE_UP, DOWN = np.zeros((1, H, 2, F), np.float32), np.zeros((1, F, H), np.float
     ("given", "options", "words"),
     [
         ((GATE_UP, DOWN), {"format": "mxfp8"}, ("format", "'mxfp8'")),
-        ((GATE_UP, DOWN), {"format": "mxfp4", "backward": True}, ("backward",)),
         ((GATE_UP[..., :64], DOWN[:, :64]), {}, ("128", "F = 64")),
         ((GATE_UP[:, :16], DOWN[..., :16]), {"format": "mxfp4"}, ("32", "H = 16")),
         ((GATE_UP, DOWN[..., :128]), {}, ("gate_up and down",)),

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts
-from jax_ep._experts import biases
+from jax_ep._experts import grouped
 from support import helpers
 from support.grouped_kernels import skip_without_hopper
 
@@ -138,8 +138,8 @@ def test_kernels_and_plain_sums():
     """The kernels for Hopper sum what plain JAX sums, without rows past the groups."""
     skip_without_hopper()
     sizes, values = jnp.array(SIZES, jnp.int32), cotangent(columns=136)
-    for hopper in (False, True):
-        found = jax.jit(biases.sums, static_argnums=2)(values, sizes, hopper)
+    for how in (grouped.everywhere(), grouped.Hopper()):
+        found = jax.jit(how.sums)(values, sizes)
         assert found.dtype == jnp.float32
         close(found, exact_sums(values))
 

@@ -493,19 +493,28 @@ def test_linen_says_which_variables_it_needs():
         check_form(caught, f"flax.linen.MoE.{method}", words)
 
 
+def test_default_experts_multiply_codes():
+    mesh = helpers.make_mesh({"ep": 2})
+    layer, default = (
+        jax_ep.flax.MoE(**fields(mesh, **options), rngs=nnx.Rngs(0))
+        for options in (FP8, {**FP8, "experts": None})
+    )
+    codes = layer.quantize_weights()
+    helpers.assert_bits(
+        default(inputs(), quantized=codes), layer(inputs(), quantized=codes)
+    )
+
+
 def test_misused_codes():
     mesh = helpers.make_mesh({"ep": 2})
     layer = jax_ep.flax.MoE(**fields(mesh, **FP8), rngs=nnx.Rngs(0))
     codes = layer.quantize_weights()
     half = jax.tree.map(lambda leaf: leaf[:2], codes)
     alone, four = layer.quantized(), layer.quantize_weights("mxfp4")
-    default = jax_ep.flax.MoE(**fields(mesh), rngs=nnx.Rngs(0))
     for call, words in (
         (lambda: layer(inputs(), quantized=codes.gate_up), "quantized must be"),
         (lambda: layer(inputs(), quantized=half), "codes of (2, 256, 2, 256)"),
         (lambda: alone(inputs(), quantized=four), "weights_format 'fp8_block128'"),
-        (lambda: default(inputs(), quantized=codes), "experts=jax_ep.experts.fp8"),
-        (lambda: layer.quantize_weights("mxfp4", True), "backward must be False"),
     ):
         with raises() as caught:
             call()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_ep import experts
-from jax_ep._experts import operations, select
+from jax_ep._experts import grouped, operations, select
 from support import fp8_experts as formula
 from support import helpers, quantizer
 from support.errors import check_form, check_state, raises
@@ -146,7 +146,8 @@ class Untidy(operations.Operations):
 
     def product(self, rows, weights, which, sizes, dtype, transposed=False):
         found = super().product(rows, weights, which, sizes, dtype, transposed)
-        return jnp.where(operations.real_rows(sizes, len(found)), found, jnp.nan)
+        real = operations.real_rows(sizes, len(found))[:, None]
+        return jnp.where(real, found, jnp.nan)
 
 
 def test_nothing_reads_rows_past_the_groups(monkeypatch):
@@ -176,12 +177,13 @@ def test_nothing_reads_rows_past_the_groups(monkeypatch):
         whole = sizes.at[-1].add(left.shape[0] - jnp.sum(sizes))
         return outer(self, left, right, whole, dtype)
 
-    # The operations that every device has.
+    # The operations that every device has, with XLA's products.
     monkeypatch.setattr(select, "operations", operations.Operations)
+    monkeypatch.setattr(grouped, "everywhere", grouped.Ragged)
     want, wanted = run(1.5)
     wanted_slope = slope_grad()
-    outer = operations.Ragged.outer
-    monkeypatch.setattr(operations.Ragged, "outer", reaching)
+    outer = grouped.Ragged.outer
+    monkeypatch.setattr(grouped.Ragged, "outer", reaching)
     monkeypatch.setattr(select, "operations", Untidy)
     y, grads = run(1.5)
     helpers.assert_bits(y, want)
@@ -412,11 +414,53 @@ def test_mxfp4_weights(name):
     np.testing.assert_allclose(
         np.float32(alone[0]), np.float32(y[0]), rtol=0.02, atol=0.02
     )
-    with raises() as caught:
-        jax.grad(lambda c: jnp.sum(experts.fp8(with_port(one, c), codes, None)))(
-            port_of(one)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128"])
+def test_gradients_pass_frozen_weights(name):
+    """They reach rows, biases and what an activation closes over, but no codes."""
+    hidden, inner = (96, 64) if name == "bf16" else (H, F)
+    rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
+    rows = rows.astype(jnp.bfloat16)
+    weights = experts.quantize_weights(gate_up, down, format="mxfp4", backward=True)
+    d = dispatched(rows, SIZES, name, "bfloat16")
+    rng = np.random.default_rng(2)
+    biases = {
+        "gate_bias": rng.standard_normal((3, inner)),
+        "up_bias": rng.standard_normal((3, inner)),
+        "down_bias": rng.standard_normal((3, hidden)),
+    }
+    biases = jax.tree.map(lambda each: jnp.asarray(each, jnp.float32), biases)
+    dy = rng.standard_normal((COUNT, hidden)).astype(jnp.bfloat16)
+    real = (np.arange(COUNT) < sum(SIZES))[:, None]
+
+    def loss(port, biases, weights, scale):
+        def activation(gate, up):
+            return jax.nn.silu(gate) * up * scale
+
+        y = experts.fp8(
+            with_port(d, port), weights, None, activation=activation, **biases
         )
-    check_form(caught, "experts.fp8", "mxfp4")
+        return jnp.sum(jnp.where(real, y * dy, 0).astype(jnp.float32))
+
+    grad = jax.jit(jax.grad(loss, range(4), allow_int=True))
+    to_rows, to_biases, to_weights, to_scale = grad(port_of(d), biases, weights, 1.0)
+    want = formula.experts(
+        rows,
+        gate_up,
+        down,
+        SIZES,
+        row_format=None if name == "bf16" else name,
+        weight_format="mxfp4",
+        dy=dy.astype(np.float64),
+        biases=tuple(np.asarray(biases[field], np.float64) for field in BIASES),
+    )
+    assert distance(to_rows[: sum(SIZES)], want.rows) < 1e-2
+    for field, gradient in to_biases.items():
+        assert distance(gradient, getattr(want, field)) < 1e-2, field
+    assert np.isfinite(to_scale)
+    assert to_scale != 0
+    assert to_weights.gate_up.dtype == jax.dtypes.float0
 
 
 def test_gradients_point_where_those_of_bfloat16_do():

@@ -110,9 +110,14 @@ def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jnp.clip(gate, -1, 1) * up
 
 
-@pytest.mark.parametrize("fields", [{}, {"fused_shared_expert": True}])
 @pytest.mark.parametrize("name", ["auto", "hopper", "fp8"])
-def test_what_is_left_changes_nothing(name, fields, fake_kernels, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [({}, {}), ({"fused_shared_expert": True}, {}), ({}, {"activation": clipped})],
+)
+def test_what_is_left_changes_nothing(
+    name, fields, options, fake_kernels, monkeypatch
+) -> None:
     mesh = helpers.make_mesh(2)
     rng = np.random.default_rng(0)
     params = parameters(rng)
@@ -134,7 +139,7 @@ def test_what_is_left_changes_nothing(name, fields, fake_kernels, monkeypatch) -
         monkeypatch.setitem(base._registry, "collective", transport)
         config = helpers.make_config(**FIELDS | fields)
         with jax_ep.init(mesh, "ep", config, "collective") as ep:
-            results.append(both_ways(mesh, ep, experts=run)(params, x))
+            results.append(both_ways(mesh, ep, experts=run, **options)(params, x))
     assert {"dispatch", "cached"} == set(poisoned.poisoned)
     want, found = map(jax.tree.leaves, results)
     for a, b in zip(found, want, strict=True):
@@ -160,17 +165,11 @@ NONE = dict.fromkeys(ALL, False)
         ({"experts": experts.fp8}, {}, False, NONE),
         ({"experts": experts.ragged_dot}, {}, True, ALL),
         ({"experts": experts.Padded(8)}, {}, True, ALL),
-        # An activation's closure gets gradients from all rows.
-        ({"activation": clipped}, {}, True, ALL),
+        ({"activation": clipped}, {}, True, NONE),
         # Padding between groups, which a route cannot tell from the tail.
         ({}, {"expert_alignment": 8}, True, NONE | {"ep_dispatch_cached": True}),
         # Cotangents are zero there, whatever the config says about rows.
-        (
-            {"activation": clipped},
-            {"zero_tail": False},
-            True,
-            ALL | {"ep_dispatch": False},
-        ),
+        ({}, {"zero_tail": False}, False, ALL | {"ep_dispatch": False}),
     ],
 )
 def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
@@ -235,8 +234,6 @@ def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
 def test_other_functions_see_them() -> None:
     """Also functions that wrap one of the library's, as they may read the rows."""
     ep = p2p_handle(helpers.make_mesh(2), **FIELDS)
-    assert tails.seen(ep, lambda *args: experts.fp8(*args), F, None)
-    assert not tails.seen(ep, experts.fp8, F, None)
-    assert not tails.seen(ep, functools.partial(experts.fp8, down_bias=None), F, None)
-    activated = functools.partial(experts.fp8, activation=clipped)
-    assert tails.seen(ep, activated, F, None)
+    assert tails.seen(ep, lambda *args: experts.fp8(*args), F)
+    assert not tails.seen(ep, experts.fp8, F)
+    assert not tails.seen(ep, functools.partial(experts.fp8, activation=clipped), F)

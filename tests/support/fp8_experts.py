@@ -113,7 +113,11 @@ def experts(
     biases: Any = (None, None, None),
     activation: Activation = SWIGLU,
 ) -> Result:
-    """All steps by group; row_format None keeps rows unquantised and h in bfloat16."""
+    """All steps by group; row_format None keeps rows unquantised and h in bfloat16.
+
+    Cotangents meet weights in "mxfp4" in bfloat16.
+    """
+    cotangents = bf16 if weight_format == "mxfp4" else cotangent_values
     count, (groups, hidden, _, inner) = sum(sizes), gate_up.shape
     out = Result(np.zeros((count, hidden)), np.zeros((count, inner)))
     if dy is not None:
@@ -141,13 +145,11 @@ def experts(
         out.y[at] = h @ last + b_down
         if dy is None:
             continue
-        dh = cotangent_values(dy[at]) @ last.T
+        dh = cotangents(dy[at]) @ last.T
         gate, up = bf16(gate), bf16(up)
         to_gate = dh * activation.to_gate(gate, up)
         to_up = dh * activation.to_up(gate, up)
-        out.rows[at] = (
-            cotangent_values(to_gate) @ left.T + cotangent_values(to_up) @ right.T
-        )
+        out.rows[at] = cotangents(to_gate) @ left.T + cotangents(to_up) @ right.T
         out.gate_up[g, :, 0] = bf16(x[at]).T @ bf16(to_gate)
         out.gate_up[g, :, 1] = bf16(x[at]).T @ bf16(to_up)
         out.down[g] = bf16(h).T @ bf16(dy[at])

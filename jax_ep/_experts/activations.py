@@ -1,0 +1,163 @@
+"""Applies the user's activation, a function of gate and up, inside custom derivatives.
+
+Rows that hold no token must not change a gradient, not even that of an array which the
+function closes over. Setting their cotangents to zero is not enough: where a derivative
+is infinite, 0 * inf is NaN. So such rows get the gate and up of a row that holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+
+from jax_ep._core.varying import vary_alike, varying
+
+# A function of gate and up, `[N, F]` each.
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+
+# No usual function is singular here, as many are at 0 and some at 1.
+_REGULAR = 0.75
+
+
+class Closed(NamedTuple):
+    """An activation apart from the arrays that it closes over.
+
+    Attributes:
+        run: a function of (gate, up, consts), static.
+        consts: the arrays, in a derivative's operands as they are: cast to vary over
+            more mesh axes they would no longer fit the program of `run`.
+        axes: the mesh axes that gate and up must vary over.
+    """
+
+    run: Callable[..., jax.Array]
+    consts: tuple[jax.Array, ...]
+    axes: frozenset[str]
+
+
+def closed(
+    activation: Activation, shape: tuple[int, ...], dtype: Any, axes: frozenset[str]
+) -> Closed:
+    """Traces `activation` for operands of a shape and dtype.
+
+    Args:
+        activation: the user's function.
+        shape: (N, F).
+        dtype: of gate and up.
+        axes: the mesh axes that they vary over at least. Arrays that the function
+            closes over may add to them.
+    """
+
+    def traced(axes: frozenset[str]) -> Any:
+        def operand() -> jax.Array:
+            return vary_alike(sorted(axes), axes, jnp.zeros(shape, dtype))[0]
+
+        like = jax.eval_shape(operand)
+        return jax.make_jaxpr(activation)(like, like)
+
+    program = traced(axes)
+    every = axes.union(*map(varying, map(jnp.asarray, program.consts)))
+    if every != axes:
+        program = traced(every)
+    inner = program.jaxpr
+
+    def run(gate: jax.Array, up: jax.Array, consts: tuple[jax.Array, ...]) -> jax.Array:
+        return eval_jaxpr(inner, consts, gate, up)[0].astype(dtype)
+
+    return Closed(run, tuple(map(jnp.asarray, program.consts)), every)
+
+
+def apply(
+    activation: Activation, gate: jax.Array, up: jax.Array, real: jax.Array
+) -> jax.Array:
+    """Returns `activation(gate, up)` `[N, F]` in their dtype; differentiable.
+
+    Args:
+        activation: the user's function.
+        gate: `[N, F]`.
+        up: `[N, F]`.
+        real: bool `[N]`, False for rows that hold no token, which may hold anything.
+            Their results are unspecified. Rows without a token need not be known: one
+            whose cotangents are all zero is taken for one.
+    """
+    axes = frozenset().union(*map(varying, (gate, up, real)))
+    found = closed(activation, gate.shape, gate.dtype, axes)
+    order = sorted(found.axes)
+    gate, up, real = vary_alike(order, found.axes, gate, up, real)
+    return _apply(found.run, gate, up, found.consts, real)
+
+
+def value(
+    run: Callable[..., jax.Array],
+    gate: jax.Array,
+    up: jax.Array,
+    consts: tuple[jax.Array, ...],
+    real: jax.Array,
+) -> jax.Array:
+    """Returns the result of a `Closed`; rows that are not `real` are unspecified."""
+    return run(*_filled(real, gate, up), consts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(run: Any, gate: Any, up: Any, consts: Any, real: Any) -> jax.Array:
+    return value(run, gate, up, consts, real)
+
+
+def _apply_forward(run: Any, *given: Any) -> Any:
+    return _apply(run, *given), given
+
+
+def _apply_backward(run: Any, given: Any, cotangent: jax.Array) -> Any:
+    return *gradients(run, *given, cotangent), None
+
+
+_apply.defvjp(_apply_forward, _apply_backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gradients(
+    run: Callable[..., jax.Array],
+    gate: jax.Array,
+    up: jax.Array,
+    consts: tuple[jax.Array, ...],
+    real: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+    """Returns the cotangents of gate, up and consts; see `apply` for `real`."""
+    real = real & jnp.any(cotangent != 0, axis=1)
+    return _known(run, gate, up, consts, real, cotangent)
+
+
+@gradients.defjvp
+def _gradients_jvp(run: Any, primals: Any, tangents: Any) -> Any:
+    # A cotangent that happens to be zero has a tangent all the same, so here only rows
+    # that are known to hold no token are left out.
+    _, tangent = jax.jvp(partial(_known, run), primals, tangents)
+    return gradients(run, *primals), tangent
+
+
+def _known(run: Any, gate: Any, up: Any, consts: Any, real: Any, cotangent: Any) -> Any:
+    """Returns the cotangents; rows that are not `real` take no part."""
+    _, back = jax.vjp(run, *_filled(real, gate, up), consts)
+    to_gate, to_up, to_consts = back(jnp.where(real[:, None], cotangent, 0))
+    keep = partial(jnp.where, real[:, None])
+    return keep(to_gate, 0), keep(to_up, 0), to_consts
+
+
+def _filled(real: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns arrays `[N, F]` with the first real row in place of those that are not.
+
+    Without any real row all are `_REGULAR`. Zeroing the gradients of consts would come
+    too late then: where consts are the same on all ranks, they are sums over ranks.
+    """
+    some, first = jnp.any(real), jnp.argmax(real)
+
+    def filled(array: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(array, first, 1, 0)
+        return jnp.where(real[:, None], array, jnp.where(some, row, _REGULAR))
+
+    return list(map(filled, arrays))
