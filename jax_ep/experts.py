@@ -27,11 +27,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import formats
-from jax_ep._core import batching, checks, errors, threads
-from jax_ep._core.arrays import as_array
+from jax_ep._core import batching, calls, checks, errors, threads
+from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.literals import WEIGHT_FORMATS, WeightFormat
 from jax_ep._core.types import Dispatched
-from jax_ep._experts import activations, biases, grouped, select, swiglu
+from jax_ep._experts import (
+    activations,
+    biases,
+    grouped,
+    orders,
+    select,
+    swiglu,
+)
 from jax_ep._experts import fp8 as _fp8
 from jax_ep._experts import operations as _operations
 from jax_ep._experts import quantized as _quantized
@@ -47,6 +54,12 @@ from jax_ep._ops.expert_of_row import (
 Experts = TypeVar("Experts", bound=Callable[..., Any])
 
 _HOPPER_ITEMSIZE = 2
+
+# What the arguments of `fp8` are, for who calls the other experts like it.
+_OF_ROWS = (
+    "pass d.tokens, or jax_ep.dequantize(d), and d.group_sizes; only "
+    "jax_ep.experts.fp8 takes a whole d"
+)
 
 
 def takes_dispatched(experts: Experts) -> Experts:
@@ -173,6 +186,7 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
     return biases.add(rows, bias, group_sizes, how)
 
 
+@calls.explained("experts.auto", _OF_ROWS)
 def auto(
     rows: jax.Array,
     gate_up: jax.Array,
@@ -239,6 +253,7 @@ def _dense(dtype: str, device: Any) -> bool:
         return False
 
 
+@calls.explained("experts.ragged_dot", _OF_ROWS)
 def ragged_dot(
     rows: jax.Array,
     gate_up: jax.Array,
@@ -328,6 +343,7 @@ def _ragged_dot_text(dtype: jnp.dtype, device: Any) -> str:
     return lowered.compile().as_text() or ""
 
 
+@calls.explained("experts.hopper", _OF_ROWS)
 def hopper(
     rows: jax.Array,
     gate_up: jax.Array,
@@ -436,6 +452,7 @@ class Padded:
                 f"{self.largest!r}; start with 1.25 * T * K * R / E, rounded up"
             )
 
+    @calls.explained("experts.Padded", _OF_ROWS)
     def __call__(
         self,
         rows: jax.Array,
@@ -490,6 +507,11 @@ _FP8_FORMATS = ("bf16", "fp8_block128", "fp8_block128_e8m0")
 
 
 @takes_dispatched
+@calls.explained(
+    "experts.fp8",
+    "pass the Dispatched itself, which has rows and sizes; with rows and group_sizes, "
+    "as in apply_experts, call jax_ep.experts.auto",
+)
 def fp8(
     d: Dispatched,
     gate_up: jax.Array | QuantizedWeights,
@@ -729,7 +751,8 @@ def _checked_matrices(
             function,
             "gate_up and down must be [L, H, 2, F] and [L, F, H]",
             f"{shape} and {second.shape}",
-            "stack gate and up along a dimension of their own, gate first",
+            orders.remedy(shape, second.shape)
+            or "stack gate and up along a dimension of their own, gate first",
             operand="gate_up",
         )
     return first, second
@@ -768,7 +791,9 @@ def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
                 f"{name} of a QuantizedWeights in {weights.format!r} must be "
                 f"{jnp.dtype(dtype)} {shape}",
                 f"{array.dtype} {array.shape}",
-                "pass arrays of one jax_ep.experts.quantize_weights, all sharded alike",
+                (array.shape == shape and cast_remedy(name, array.dtype, dtype))
+                or "pass arrays of one jax_ep.experts.quantize_weights, all sharded "
+                "alike",
                 operand=name,
             )
     return shapes
@@ -794,6 +819,15 @@ def _require_operands(
     kinds: str = "bfloat16, float16 or float32",
 ) -> None:
     function = f"experts.{function}"
+    if isinstance(rows, Dispatched):
+        raise errors.invalid(
+            function,
+            "rows must be an array",
+            "a whole Dispatched",
+            _OF_ROWS,
+            operand="rows",
+            kind=TypeError,
+        )
     if isinstance(gate_up, QuantizedWeights):
         raise errors.invalid(
             function,
@@ -803,6 +837,13 @@ def _require_operands(
             operand="gate_up",
             kind=TypeError,
         )
+    for name, value in (
+        ("rows", rows),
+        ("gate_up", gate_up),
+        ("down", down),
+        ("group_sizes", group_sizes),
+    ):
+        as_array(function, name, value)
     dtype = rows.dtype
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
         codes = checks.is_codes(dtype)
@@ -830,7 +871,8 @@ def _require_operands(
         f"gate_up and down must be [L, H, 2, F] and [L, F, H] with L = {groups}, the "
         f"length of group_sizes, and H = {hidden}",
         f"{gate_up.shape} and {down.shape}",
-        "pass the matrices of this rank's experts in this order, gate first",
+        orders.remedy(gate_up.shape, down.shape, hidden)
+        or "pass the matrices of this rank's experts in this order, gate first",
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep._core import errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.literals import DTYPES, Format, WireFormat
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._native import ffi
@@ -191,9 +191,11 @@ def dequantize(
         ("scales", scales, scale_dtype(format)),
     ):
         if array.dtype != wanted or array.ndim == 0:
+            other = array.ndim > 0 and cast_remedy(name, array.dtype, wanted)
             raise TypeError(
                 f"jax_ep.formats.dequantize: {name} of {format!r} must be {wanted} "
-                f"with a dimension, got {array.dtype} {array.shape}; pass what was made"
+                f"with a dimension, got {array.dtype} {array.shape}; "
+                + (other or "pass what was made")
             )
     *leading, hidden = (*scales.shape[:-1], scales.shape[-1] * block(format))
     if tokens.shape != (*leading, columns(format, hidden)):

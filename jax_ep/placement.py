@@ -27,7 +27,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_ep._core import checks, errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._placement import moving, packing
 
 Tree = TypeVar("Tree")
@@ -87,7 +87,7 @@ class Placement:
             ValueError, TypeError: an argument is not as described above.
         """
         _require_one_layer("assign", self)
-        ids = as_array("placement.assign", "topk_ids", topk_ids)
+        ids = as_ids("placement.assign", "topk_ids", topk_ids)
         checks.require_dtype("placement.assign", "topk_ids", ids, "int32")
         errors.require(
             ids.ndim > 0,

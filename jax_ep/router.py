@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jax_ep._core import checks, errors
+from jax_ep._core import calls, checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
@@ -28,6 +29,7 @@ from jax_ep._ops import router_choice
 _LEAST_SUM = 1e-16
 
 
+@calls.explained_class("router.Router")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Router:
     """How logits become experts and weights; frozen and hashable.
@@ -355,15 +357,27 @@ def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Arr
     Args:
         bias: float32 `[E]`, as passed to `route`.
         load: float32 `[E]`, `Losses.load` of the step.
-        rate: how far the bias moves.
+        rate: how far the bias moves; a number, or an array of one, as from a schedule.
 
     Returns:
         float32 `[E]`, the bias of the next step.
 
     Raises:
-        ValueError, TypeError: `load` is not an array of the shape of `bias`.
+        ValueError, TypeError: `load` is not an array of the shape of `bias`, or `rate`
+            is not a number.
     """
     function, why = "router.update_bias", "that of bias"
+    kinds, what = numbers.Real | jax.Array | np.ndarray, "a number"
+    errors.require_type(function, "rate", rate, kinds, what, "convert it with float()")
+    if not isinstance(rate, numbers.Real):
+        array = as_array(function, "rate", rate)
+        errors.require(
+            array.shape == () and jnp.issubdtype(array.dtype, jnp.floating),
+            function,
+            "rate must be one number",
+            f"{array.dtype} of shape {array.shape}",
+            "pass a float, the same for all experts",
+        )
     load, remedy = as_array(function, "load", load), "pass aux.load of the same layer"
     checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
     return jnp.asarray(bias) + rate * jnp.sign(jnp.mean(load) - load)

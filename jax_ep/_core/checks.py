@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from jax_ep import formats
 from jax_ep._core import errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._core.varying import vary_alike
@@ -116,7 +116,12 @@ def require_codes(
         if array.dtype != dtype:
             rule = f"{operand} must be {dtype}, the {words} of {name!r}"
             raise errors.invalid(
-                function, rule, array.dtype, remedy, operand=operand, kind=TypeError
+                function,
+                rule,
+                array.dtype,
+                cast_remedy(operand, array.dtype, dtype) or remedy,
+                operand=operand,
+                kind=TypeError,
             )
         what = f"n {words} of hidden_size {hidden} in {name!r}, in rows"
         require_shape(function, operand, array, (n, width), what, remedy)

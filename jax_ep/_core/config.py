@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep import formats
-from jax_ep._core import errors
+from jax_ep._core import calls, errors
 from jax_ep._core.literals import (
     DTYPES,
     OVERLAPS,
@@ -95,6 +95,7 @@ class DtypeNameOrNone(_Field):
         vars(config)[self._name] = name
 
 
+@calls.explained_class("EPConfig")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EPConfig:
     """Sizes and options of one expert-parallel layer; frozen, hashable, validated.

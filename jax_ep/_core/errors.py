@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -78,7 +79,37 @@ def require_type(
     """Raises TypeError unless `value` is of `kinds`, which the message calls `what`."""
     if not isinstance(value, kinds):
         rule = f"{name} must be {what}"
-        raise invalid(function, rule, repr(value), remedy, operand=name, kind=TypeError)
+        raise invalid(
+            function, rule, brief(value), remedy, operand=name, kind=TypeError
+        )
+
+
+_LONGEST = 100
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxtuple = 1, 3, 3
+_BRIEF.maxstring = _BRIEF.maxother = _LONGEST
+
+
+def brief(value: Any) -> str:
+    """Returns `repr(value)`, or its beginning if that is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"{type(value).__name__} with too many digits to print"
+    return text if len(text) <= _LONGEST else _BRIEF.repr(value)
+
+
+@contextlib.contextmanager
+def by_the_user() -> Iterator[None]:
+    """Keeps `told_of` from re-raising errors of a function that the user wrote.
+
+    They name the function of jax_ep that the user called in there.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        vars(error).pop(_PARTS, None)
+        raise
 
 
 @contextlib.contextmanager

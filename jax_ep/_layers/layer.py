@@ -99,12 +99,15 @@ class Layer(Arguments):
         require_mesh(function, mesh)
         context.require_usable(function, mesh)
         own = {name: arguments[name] for name in CONFIG_FIELDS}
-        ranks = math.prod(mesh.shape[axis] for axis in init.axis_names(mesh, name))
+        with errors.told_of(function, part=False):
+            axes = init.axis_names(mesh, name)
+        ranks = math.prod(mesh.shape[axis] for axis in axes)
         asked = arguments["num_slots"], own["num_experts"], own["top_k"]
         own["num_experts"] = places.checked_slots(function, *asked, ranks)
         options = config_fields(function, arguments["config_options"])
-        config = EPConfig(**own, **options)
-        axes = init.group_axes(mesh, name, config)
+        with errors.told_of(function, part=False):
+            config = EPConfig(**own, **options)
+            init.group_axes(mesh, name, config)
         router, run = arguments["router"], arguments["experts"]
         codes.require_format(function, arguments["weights_format"])
         if run is None and arguments["weights_format"] is not None:
@@ -258,14 +261,14 @@ class Layer(Arguments):
                 "the layer holds codes already, because it has a weights_format",
                 "quantise the weights of the layer that was trained",
             )
-        for field, value in (("gate_up", gate_up), ("down", down)):
-            require_values(self.function, field, value)
+        depth = self._require_shapes({"gate_up": gate_up, "down": down}, stack=True)
         # The weights must be split into whole blocks, which they are if _multiple > 1.
         layer = self if self._multiple > 1 else self.with_codes(name)
-        layout = layer._layouts()[0]
-        specs = tuple(PartitionSpec(*layout[n].spec) for n in ("gate_up", "down"))
+        layout, whole = layer._layouts()[0], (None,) * depth
+        fields = "gate_up", "down"
+        specs = tuple(PartitionSpec(*whole, *layout[n].spec) for n in fields)
         operands = self._placed((gate_up, down), specs)
-        program = _quantizer(layer, name, backward, traces.spmd_axis_names())
+        program = _quantizer(layer, name, backward, traces.spmd_axis_names(), depth)
         return program(*operands)
 
     def _held(self, values: Mapping[str, Any]) -> QuantizedWeights:
@@ -282,10 +285,44 @@ class Layer(Arguments):
                 "the layer holds no codes, because it has no weights_format",
                 "call quantize_weights, which returns codes that are prepared",
             )
-        layout = codes.in_place(self._layouts()[0], self.weights_format)
-        specs = {n: PartitionSpec(*layout[n].spec) for n in codes.FIELDS}
-        held = self._held(self._placed({n: values[n] for n in specs}, specs))
-        return _preparer(self, traces.spmd_axis_names())(held)
+        fields = {n: values[n] for n in codes.FIELDS}
+        depth = self._require_shapes(fields, stack=True)
+        layout, whole = self.params(), (None,) * depth
+        specs = {n: PartitionSpec(*whole, *layout[n].spec) for n in fields}
+        held = self._held(self._placed(fields, specs))
+        return _preparer(self, traces.spmd_axis_names(), depth)(held)
+
+    def _require_shapes(self, values: Mapping[str, Any], *, stack: bool = False) -> int:
+        """Raises unless parameters have their shapes, or with `stack` those of a stack.
+
+        Returns the number of leading dimensions, of the layers of a stack.
+        """
+        layout = self.params()
+        shapes = {name: param.shape for name, param in layout.items()}
+        shapes["router_bias"] = (self.num_experts,)
+        found = {}
+        for name, value in values.items():
+            require_values(self.function, name, value)
+            if name in shapes:
+                found[name] = jnp.shape(value)
+        name = next(iter(found))
+        front = found[name][: len(found[name]) - len(shapes[name])]
+        if all(found[name] == (*front, *shapes[name]) for name in found):
+            if stack or not front:
+                return len(front)
+            raise errors.invalid(
+                self.function,
+                "parameters must be those of one layer",
+                f"those of a stack, {name} of shape {found[name]}",
+                "call the layer inside a scan or vmap over the stack (docs/layers.md)",
+            )
+        name = next(n for n in found if found[n] != (*front, *shapes[n]))
+        raise errors.invalid(
+            self.function,
+            f"{name} must have shape {shapes[name]}",
+            found[name],
+            moe_checks.remedy_of_parameters(found, shapes),
+        )
 
     def initial_codes(
         self, keys: Callable[[], jax.Array], dtype: Any
@@ -312,7 +349,8 @@ class Layer(Arguments):
         """
         if ep is not None:
             return self._checked(ep)
-        return shared_handle(self.mesh, self.ep_axes, self.config, self.transport)
+        with errors.told_of(self.function, part=False):
+            return shared_handle(self.mesh, self.ep_axes, self.config, self.transport)
 
     def _checked(self, ep: EPHandle) -> EPHandle:
         moe_checks.require_handle(self.function, ep)
@@ -363,8 +401,7 @@ class Layer(Arguments):
         padded = not divides(self.mesh, spec, x.shape)
         if mask is not None:
             mask = moe_checks.checked_mask(self.function, mask, x.shape[:-1])
-        for name, value in values.items():
-            require_values(self.function, name, value)
+        self._require_shapes(values)
         placement = places.checked(
             self.function,
             placement,
@@ -567,11 +604,16 @@ class Layer(Arguments):
 
 @functools.lru_cache(maxsize=256)
 def _quantizer(
-    layer: Layer, name: WeightFormat, backward: bool, stages: frozenset[str]
+    layer: Layer,
+    name: WeightFormat,
+    backward: bool,
+    stages: frozenset[str],
+    depth: int,
 ) -> Callable[..., QuantizedWeights]:
     """Returns a jitted function of global gate_up and down; cached, to compile once.
 
-    `stages` are the axes of the surrounding vmaps, on which the program depends.
+    `stages` are the axes of the surrounding vmaps, on which the program depends. The
+    arrays have `depth` leading dimensions of layers.
     """
     del stages
     layout = layer._layouts()[0]
@@ -580,12 +622,12 @@ def _quantizer(
         both = gate_up, down
         return codes.made(layer.function, layer.mesh, layout, both, name, backward)
 
-    return jax.jit(context.under(layer.mesh, run))
+    return jax.jit(_of_each(context.under(layer.mesh, run), depth))
 
 
 @functools.lru_cache(maxsize=256)
 def _preparer(
-    layer: Layer, stages: frozenset[str]
+    layer: Layer, stages: frozenset[str], depth: int
 ) -> Callable[[QuantizedWeights], QuantizedWeights]:
     """Returns a jitted function of global codes, cached as in `_quantizer`."""
     del stages
@@ -594,7 +636,18 @@ def _preparer(
     def run(held: QuantizedWeights) -> QuantizedWeights:
         return codes.prepared(layer.function, layer.mesh, layout, held)
 
-    return jax.jit(context.under(layer.mesh, run))
+    return jax.jit(_of_each(context.under(layer.mesh, run), depth))
+
+
+def _of_each(run: Callable[..., Any], depth: int) -> Callable[..., Any]:
+    """Returns `run` for a stack of layers with `depth` leading dimensions.
+
+    It runs for one layer at a time, so that the program is that of one.
+    """
+    if depth == 0:
+        return run
+    inner = _of_each(run, depth - 1)
+    return lambda *stack: jax.lax.map(lambda each: inner(*each), stack)
 
 
 def _differences(config: EPConfig, other: EPConfig) -> str:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_ep import experts as _experts
 from jax_ep import placement as placements
 from jax_ep import router as routers
-from jax_ep._core import checks, traces
+from jax_ep._core import calls, checks, traces
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
@@ -75,6 +75,7 @@ class MoEAux:
         return cls(whole, whole, whole, *[stacked] * 4)
 
 
+@calls.explained("moe_ffn")
 def moe_ffn(
     ep: EPHandle,
     tokens: ArrayLike,

@@ -12,15 +12,21 @@ import jax.numpy as jnp
 
 from jax_ep import placement as placements
 from jax_ep import router as routers
-from jax_ep._core import checks, errors
+from jax_ep._core import calls, checks, errors
 from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.varying import varying
+from jax_ep._experts import orders
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._layers import codes as codes_of
 
 _require = partial(errors.require, function="moe_ffn")
+
+# What functions of the user's get by keyword, if they take it.
+ROUTER_KEYWORDS = ("tokens", "top_k", "mask", "bias")
+_BIASES = ("gate_bias", "up_bias", "down_bias")
+_EXPERTS_KEYWORDS = (*_BIASES, "activation", "quantized")
 
 
 def require_type(
@@ -73,19 +79,13 @@ def require_choices(
         "a function of gate and up",
         "leave it out for silu(gate) * up",
     )
-    dispatched = getattr(experts, "takes_dispatched", False)
-    for name, value, operands in (
-        ("router", router, ("logits",)),
-        (
-            "experts",
-            experts,
-            ("d", "gate_up", "down")
-            if dispatched
-            else ("rows", "gate_up", "down", "group_sizes"),
-        ),
-        ("activation", activation, ("gate", "up")),
+    for name, value, operands, options in (
+        ("router", router, ("logits",), ROUTER_KEYWORDS),
+        ("experts", experts, _operands(experts), _EXPERTS_KEYWORDS),
+        ("activation", activation, ("gate", "up"), ()),
     ):
-        _require_positions(function, name, value, operands)
+        if not isinstance(value, type):
+            calls.require_takes(function, name, value, operands, options)
     for name, value, instance in (
         ("router", router, "jax_ep.router.Router()"),
         ("experts", experts, "jax_ep.experts.Padded(largest)"),
@@ -99,29 +99,6 @@ def require_choices(
                 operand=name,
                 kind=TypeError,
             )
-
-
-def _require_positions(
-    function: str, name: str, value: Any, operands: Sequence[str]
-) -> None:
-    """Raises TypeError if `value`, a function, cannot take as many positionals."""
-    if isinstance(value, type):
-        return
-    try:
-        taken = inspect.signature(value)
-    except (TypeError, ValueError):  # None, or not a Python function
-        return
-    try:
-        taken.bind_partial(*operands)
-    except TypeError as error:
-        raise errors.invalid(
-            function,
-            f"{name} must be a function of ({', '.join(operands)})",
-            f"{name_of(value)}{taken}",
-            f"wrap it, for example in lambda {', '.join(operands)}: ...",
-            operand=name,
-            kind=TypeError,
-        ) from error
 
 
 def require_mode(function: str, config: EPConfig) -> None:
@@ -208,35 +185,99 @@ def _remedy_of_weights(
     found: tuple[tuple[int, ...], ...], local: int, hidden: int, tp: str | None
 ) -> str:
     gate_up, down = found
+    remedy = orders.remedy(gate_up, down, hidden)
+    steps = [remedy] if remedy else []
+    if remedy and tp and len(gate_up) == 3:
+        # Split over ranks as they are, gate and up would lie on different ranks.
+        steps = [f"before {tp!r} splits it, {remedy}"]
+    if gate_up[:1] != (local,) or down[:1] != (local,):
+        steps.append("shard dimension 0 over the EP axes")
+    if steps:
+        return ", and ".join(steps)
+    if gate_up[1:3] == (hidden, 2) and down[2:] == (hidden,):
+        return "give both the same F" + (f", split over {tp!r}" if tp else "")
+    return "pass the weights of this layer, or init ep with their hidden_size"
+
+
+def remedy_of_parameters(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Returns what to do about the shapes of a layer's parameters."""
+    hidden = wanted["router"][0]
+    if {"gate_up", "down"} <= {*found} and len(found["down"]) == len(wanted["down"]):
+        matrices = found["gate_up"], found["down"]
+        if remedy := orders.remedy(*matrices, hidden):
+            return remedy
+    if found.get("router") == wanted["router"][::-1] != wanted["router"]:
+        return "transpose it with router.T"
+    return "give it the weights of this layer, or make the layer with their sizes"
+
+
+def _remedy_of_shared(found: Sequence[Any], hidden: int) -> str:
+    return "" if None in found else orders.shared_remedy(found[0], found[1], hidden)
+
+
+def _remedy_of_bias(
+    name: str, found: tuple[int, ...], wanted: tuple[int, ...], tp: str | None
+) -> str:
     sharded = "shard dimension 0 over the EP axes"
-    if gate_up[:3] == (local, hidden, 2) and down[:1] == (local,):
-        if down[1:] == (hidden, gate_up[-1]):
-            return "transpose down to [L, F, H]"
-        return "give both the same F"
-    if len(gate_up) != 3 or gate_up[-1] % 2:
+    if len(found) != 2 or found[1] == wanted[1]:
         return sharded
-    # Sharding [L, H, 2F] would split the row as a whole, not gate and up separately.
-    first = f", before {tp!r} splits it" if tp else ""
-    remedy = f"reshape gate_up of [L, H, 2F] to [L, H, 2, F], gate first{first}"
-    return remedy if gate_up[0] == local else f"{remedy}, and {sharded}"
+    steps = [] if found[0] == wanted[0] else [sharded]
+    if name == "down_bias":
+        steps.append("give it all H columns")
+    elif found[1] == 2 * wanted[1] and not tp:
+        steps.append(f"pass gate_bias and up_bias: {_split_bias(name)}")
+    else:
+        how = f", split over {tp!r} as gate_up is" if tp else ""
+        steps.append(f"give it the F columns of gate_up{how}")
+    return ", and ".join(steps)
 
 
-_BIASES = ("gate_bias", "up_bias", "down_bias")
+def _split_bias(name: str) -> str:
+    """Returns how to split a bias `[L, 2F]` of gate and up."""
+    return (
+        f"jnp.split({name}, 2, -1) if gate comes first, or, if gate and up alternate "
+        f"as in gpt-oss, {name}[:, 0::2] and {name}[:, 1::2]"
+    )
+
+
+def _remedy_of_router(
+    found: tuple[int, ...], wanted: tuple[int, ...], ranks: int
+) -> str:
+    hidden, experts = wanted
+    whole = "replicate it over all axes"
+    if found == (experts, hidden):
+        return "transpose it with router.T"
+    if ranks > 1 and found in ((hidden, experts // ranks), (hidden // ranks, experts)):
+        return whole
+    if ranks > 1 and found == (experts // ranks, hidden):
+        return f"transpose it with router.T, and {whole}"
+    return "pass a column for each expert, with hidden_size rows"
+
+
+def _operands(experts: Any) -> tuple[str, ...]:
+    """Returns what `experts` gets by position."""
+    if getattr(experts, "takes_dispatched", False):
+        return ("d", "gate_up", "down")
+    return ("rows", "gate_up", "down", "group_sizes")
 
 
 def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
-    """Raises TypeError unless `experts` takes these keywords."""
+    """Raises TypeError unless `experts` takes these keywords, and needs no others."""
     taken = keywords(experts, list(options))
     lacking = [name for name in options if name not in taken]
     if lacking:
         raise errors.invalid(
             "moe_ffn",
             f"experts must take the keywords {list(options)}",
-            f"{name_of(experts)} without {lacking}",
+            f"{calls.name_of(experts)} without {lacking}",
             "add them to the function, or leave them out of the call",
             operand="experts",
             kind=TypeError,
         )
+    operands = _operands(experts)
+    calls.require_takes("moe_ffn", "experts", experts, operands, list(options))
 
 
 def require_split(
@@ -264,7 +305,7 @@ def require_rows(rows: Any, expected: tuple[int, int], experts: Any) -> None:
     _require(
         found == expected,
         rule=f"experts must return [N, H] = {expected}",
-        value=f"{found} from {name_of(experts)}",
+        value=f"{found} from {calls.name_of(experts)}",
         remedy="return one row per row, with the columns of tokens",
     )
 
@@ -324,11 +365,6 @@ def keywords(function: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in [*taken][1:]]
 
 
-def name_of(function: Any) -> str:
-    """Returns the name of a function or of its class."""
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def checked_params(
     ep: EPHandle,
     tokens: jax.Array,
@@ -350,7 +386,8 @@ def checked_params(
             operand="params",
             kind=TypeError,
         )
-    params = _joined(params)
+    given_names = sorted(params)
+    params = _joined(params, ep.config.hidden_size)
     names = set(params)
     matrices = {"gate_up", "down"}
     # Codes may replace the matrices.
@@ -358,11 +395,16 @@ def checked_params(
     needed |= {"router"} if routing is None else set()
     shared = {"shared_gate_up", "shared_down"}
     known = needed | matrices | shared | {"router", "router_bias", "experts", *_BIASES}
+    joined = ' ("gate" and "up" may replace "gate_up")' if matrices <= needed else ""
+    fused = [name for name in names - known if "gate_up" in name and "bias" in name]
     _require(
         needed <= names <= known,
-        rule=f"params must have {sorted(needed)} and nothing besides {sorted(known)}",
-        value=sorted(names),
-        remedy="add, rename or remove entries",
+        rule=f"params must have {sorted(needed)}{joined} and nothing besides "
+        f"{sorted(known | {'gate', 'up'})}",
+        value=given_names,
+        remedy=f"pass gate_bias and up_bias: {_split_bias(fused[0])}"
+        if fused
+        else "add, rename or remove entries",
     )
     for name, value in params.items():
         if name != "experts":
@@ -409,7 +451,10 @@ def checked_params(
             rule=f"{what} must be [L, H, 2, F] and [L, F, H] with this rank's L = "
             f"{local} experts and H = {hidden}",
             value=f"{found[0]} and {found[1]}",
-            remedy=_remedy_of_weights(found, local, hidden, tp_axis),
+            remedy=_remedy_of_weights(found, local, hidden, tp_axis)
+            if what == "gate_up and down"
+            else "quantise this rank's experts with jax_ep.experts.quantize_weights, "
+            "or shard dimension 0 of all its arrays over the EP axes",
         )
     for name in _BIASES:
         wanted = (local, hidden) if name == "down_bias" else (local, *inner)
@@ -418,7 +463,7 @@ def checked_params(
             found == wanted,
             rule=f"{name} must have shape {wanted} for this rank's {local} experts",
             value=found,
-            remedy="shard dimension 0 over the EP axes",
+            remedy=_remedy_of_bias(name, found, wanted, tp_axis),
         )
     if ep.config.fused_shared_expert:
         both = [params.get("shared_gate_up"), params.get("shared_down")]
@@ -428,7 +473,8 @@ def checked_params(
             rule="with fused_shared_expert shared_gate_up and shared_down must be "
             "[H, 2, F] and [F, H], as for a routed expert",
             value=found,
-            remedy="pass both, or leave fused_shared_expert out",
+            remedy=_remedy_of_shared(found, hidden)
+            or "pass both, or leave fused_shared_expert out",
         )
     elif "shared_down" in names:
         found = [jnp.shape(params[name]) for name in ("shared_gate_up", "shared_down")]
@@ -438,7 +484,8 @@ def checked_params(
             rule="shared_gate_up and shared_down must be [H, 2, S] and [S, H] with H = "
             f"{hidden}",
             value=found,
-            remedy="replicate both over the EP axes, and split only S over tp_axis",
+            remedy=_remedy_of_shared(found, hidden)
+            or "replicate both over the EP axes, and split only S over tp_axis",
         )
     if routing is None and "router_bias" in names:
         wanted = (experts,)
@@ -453,7 +500,9 @@ def checked_params(
             jnp.shape(params["router"]) == (hidden, experts),
             rule=f"router must be [H, E] = {(hidden, experts)}",
             value=jnp.shape(params["router"]),
-            remedy="replicate it over all axes",
+            remedy=_remedy_of_router(
+                jnp.shape(params["router"]), (hidden, experts), ep.ep_size
+            ),
         )
         _require(
             tokens.ndim == 2 and tokens.shape[1] == hidden,
@@ -467,7 +516,7 @@ def checked_params(
     return params
 
 
-def _joined(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def _joined(params: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
     """Returns `params` with "gate" and "up", if present, stacked to "gate_up"."""
     given = [name for name in ("gate", "up") if name in params]
     if not given:
@@ -478,12 +527,21 @@ def _joined(params: Mapping[str, Any]) -> Mapping[str, Any]:
         value=sorted(params),
         remedy='pass both, or only "gate_up"',
     )
-    gate, up = (as_array("moe_ffn", f"params[{n!r}]", params[n]) for n in given)
+    both = {n: as_array("moe_ffn", f"params[{n!r}]", params[n]) for n in given}
+    gate, up = both.values()
+    turned = [
+        name
+        for name, matrix in both.items()
+        if matrix.ndim == 3 and matrix.shape[1] != hidden == matrix.shape[2]
+    ]
+    how = " and ".join(f"{name}.swapaxes(1, 2)" for name in turned)
     _require(
-        gate.ndim == 3 and gate.shape == up.shape,
-        rule="gate and up must both be [L, H, F]",
+        gate.ndim == 3 and gate.shape == up.shape and not turned,
+        rule=f"gate and up must both be [L, H, F] with H = {hidden}",
         value=f"{gate.shape} and {up.shape}",
-        remedy="transpose them if F comes first",
+        remedy=f"transpose what is [L, F, H]: pass {how}"
+        if turned
+        else "give both the same F",
     )
     rest = {name: value for name, value in params.items() if name not in given}
     return rest | {"gate_up": jnp.stack([gate, up], axis=2)}

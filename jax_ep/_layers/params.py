@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_ep._core import calls, errors
 from jax_ep._core.config import EPConfig
 
 
@@ -123,6 +124,8 @@ CONFIG_FIELDS = (
     "capacity_factor",
     "dispatch_format",
 )
+# Others of which a layer takes only the default.
+_FIXED = {"reduce", "skip_a2a", "allreduce_world_size"}
 
 
 def param_dtype(function: str, dtype: Any) -> jnp.dtype:
@@ -143,12 +146,19 @@ def config_fields(function: str, options: Any) -> Mapping[str, Any]:
     """Returns `config_options`, the fields of `EPConfig` that are not arguments."""
     options = {} if options is None else options
     known = {field.name for field in dataclasses.fields(EPConfig)} - set(CONFIG_FIELDS)
-    if not isinstance(options, Mapping) or not set(options) <= known:
-        raise ValueError(
-            f"jax_ep.{function}: config_options must be a mapping with names among "
-            f"{sorted(known)}, got {options!r}; pass other fields as arguments of the "
-            "layer"
-        )
+    wrong = []
+    if isinstance(options, Mapping):
+        wrong = [name for name in map(str, options) if name not in known]
+    errors.require(
+        isinstance(options, Mapping) and not wrong,
+        function,
+        f"config_options must be a mapping with names among {sorted(known - _FIXED)}",
+        ", ".join(wrong) or errors.brief(options),
+        "pass other fields as arguments of the layer"
+        if set(wrong) <= set(CONFIG_FIELDS)
+        else calls.meant(wrong, sorted(known | {*CONFIG_FIELDS}))
+        or "correct the name or leave it out",
+    )
     return options
 
 
@@ -175,12 +185,10 @@ def require_floating(function: str, x: jax.Array) -> None:
 
 def require_mesh(function: str, mesh: Any) -> None:
     """Raises unless all axes have one kind, which Flax needs to place parameters."""
-    if mesh is None:  # init would use the mesh of jax.set_mesh; parameters cannot
-        raise TypeError(
-            f"jax_ep.{function}: mesh must be a jax.sharding.Mesh, got None; make one "
-            "with jax.make_mesh"
-        )
-    if isinstance(mesh, Mesh) and len(set(mesh.axis_types)) > 1:
+    # For None init would use the mesh of jax.set_mesh; parameters cannot.
+    what, remedy = "a jax.sharding.Mesh", "make one with jax.make_mesh"
+    errors.require_type(function, "mesh", mesh, Mesh, what, remedy)
+    if len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"jax_ep.{function}: mesh must have axes of one kind, explicit or "
             f"automatic, got {mesh.axis_types}; make it with the same axis_types for "

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import router as routers
-from jax_ep._core import checks, errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core import calls, checks, errors
+from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.handle import EPHandle
 from jax_ep._layers import moe_checks
 from jax_ep._layers.logits import logits_of
@@ -32,13 +32,14 @@ def routed(
     bias = params.get("router_bias")
     if router is None or isinstance(router, routers.Router):
         return routers.route(logits, top_k, router, bias=bias, mask=mask)
-    given = {"tokens": tokens, "top_k": top_k, "mask": mask, "bias": bias}
+    values = tokens, top_k, mask, bias
+    given: dict[str, Any] = dict(zip(moe_checks.ROUTER_KEYWORDS, values, strict=True))
     taken = moe_checks.keywords(router, [*given])
     if bias is not None and "bias" not in taken:
         raise errors.invalid(
             "moe_ffn",
             "router must take the keyword bias where there is a router_bias",
-            f"{moe_checks.name_of(router)} without it",
+            f"{calls.name_of(router)} without it",
             "add it to the function, or leave router_bias out",
             operand="router",
             kind=TypeError,
@@ -59,7 +60,7 @@ def _checked(
         raise _wrong(
             "router must return (ids, weights), (ids, weights, loss) or a "
             "jax_ep.router.Routing",
-            f"{_described(found)} from {moe_checks.name_of(router)}",
+            f"{_described(found)} from {calls.name_of(router)}",
             "return one of these",
             TypeError,
         )
@@ -75,7 +76,8 @@ def _checked(
         value = getattr(found, name)
         if name == "loss" and value is None:
             continue
-        value = as_array("moe_ffn", f"{name} of router", value)
+        convert = as_ids if name == "ids" else as_array
+        value = convert("moe_ffn", f"{name} of router", value)
         if not jnp.issubdtype(value.dtype, kinds):
             dtype = "int32" if name == "ids" else "float32"
             swapped = name == "ids" and jnp.issubdtype(value.dtype, jnp.floating)

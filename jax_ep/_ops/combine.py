@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import checks
+from jax_ep._core import calls, checks
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -32,6 +32,11 @@ from jax_ep._peers.windows import platform_of
 from jax_ep._transport import split_transport_of, transport_of
 from jax_ep._transport.base import CombineInputs, SumInputs, Token, Wire
 
+# What combine takes, for who passes the whole Dispatched or leaves the route out.
+ARGUMENTS = (
+    "pass the experts' rows and the route of the dispatch, as in (ep, rows, d.route, "
+    "d.router_weights)"
+)
 _ROW_BYTES = native.ROW_ALIGN_BYTES  # the smallest possible width of a row
 
 
@@ -44,6 +49,7 @@ class CombineArgs(NamedTuple):
     residual: Any
 
 
+@calls.explained("combine", ARGUMENTS)
 def combine(
     ep: EPHandle,
     expert_out: ArrayLike,
@@ -107,6 +113,7 @@ def return_routed(
         return _by_token(ep, _COMBINE(ep, args, static=zero_tail))
 
 
+@calls.explained("combine_async", ARGUMENTS)
 def combine_async(
     ep: EPHandle,
     expert_out: ArrayLike,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
-from jax_ep._core import errors
+from jax_ep._core import calls, errors
 from jax_ep._core.literals import Dtype, Format
 from jax_ep._core.types import Dispatched
 from jax_ep._ops.expert_of_row import (
@@ -19,6 +19,7 @@ from jax_ep._ops.expert_of_row import (
 )
 
 
+@calls.explained("dequantize", "pass the Dispatched alone, inside jax.shard_map")
 def dequantize(d: Dispatched) -> jax.Array:
     """Returns the rows of a dispatch in the token dtype; differentiable.
 

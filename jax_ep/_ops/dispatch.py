@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_ep import formats
 from jax_ep._core import checks, errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, Route
 from jax_ep._native import tables
@@ -209,7 +209,7 @@ def _checked(
             operand="topk_ids",
             kind=TypeError,
         )
-    topk_ids = as_array(function, "topk_ids", topk_ids)
+    topk_ids = as_ids(function, "topk_ids", topk_ids)
     if token_scales is not None:
         token_scales = checks.require_codes(function, ep, tokens, token_scales)
     else:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core import checks, context, errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
 from jax_ep._transport.base import Token
@@ -55,7 +55,8 @@ def checked(
     Raises:
         ValueError: it does not split evenly, or has more than 2 dimensions.
     """
-    array = as_array(function, name, value)
+    convert = as_ids if name == "topk_ids" else as_array
+    array = convert(function, name, value)
     parts = _parts(ep, axes)
     if array.ndim > 2:
         raise ValueError(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_ep._core import context, threads
+from jax_ep._core import calls, context, errors, threads
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import HandleTransport, Transport
@@ -36,6 +36,7 @@ _instances: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
+@calls.explained("init")
 def init(
     mesh: Mesh | None,
     axis_name: str | Sequence[str],
@@ -105,15 +106,20 @@ def _time_limit(config: Any) -> float:
 
 def _check_arguments(config: Any, transport: Any) -> None:
     if not isinstance(config, EPConfig):
-        raise TypeError(
-            "jax_ep.init: config must be a jax_ep.EPConfig, got "
-            f"{type(config).__name__}; build one with jax_ep.EPConfig(...)"
+        raise errors.invalid(
+            "init",
+            "config must be a jax_ep.EPConfig",
+            type(config).__name__,
+            "build one with jax_ep.EPConfig(...)",
+            kind=TypeError,
         )
     names = ("auto", *transports.names())
     if transport not in names:
-        raise ValueError(
-            f"jax_ep.init: transport must be one of {names}, got {transport!r}; "
-            '"auto" chooses the fastest that works here'
+        raise errors.invalid(
+            "init",
+            f"transport must be one of {names}",
+            errors.brief(transport),
+            '"auto" chooses the fastest that works here',
         )
 
 
@@ -190,14 +196,19 @@ def resolved_mesh(mesh: Any) -> Mesh:
     if mesh is None:
         mesh = context.concrete_mesh()
         if mesh is None:
-            raise ValueError(
-                "jax_ep.init: mesh=None needs a mesh set by jax.set_mesh, got none; "
-                "call jax.set_mesh first or pass the mesh"
+            raise errors.invalid(
+                "init",
+                "mesh=None needs a mesh set by jax.set_mesh",
+                "none",
+                "call jax.set_mesh first or pass the mesh",
             )
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            "jax_ep.init: mesh must be a jax.sharding.Mesh, got "
-            f"{type(mesh).__name__}; make one with jax.make_mesh"
+        raise errors.invalid(
+            "init",
+            "mesh must be a jax.sharding.Mesh",
+            type(mesh).__name__,
+            "make one with jax.make_mesh",
+            kind=TypeError,
         )
     _require_attached(mesh)
     return mesh
@@ -214,10 +225,12 @@ def _require_attached(mesh: Mesh) -> None:
     except RuntimeError:  # no such platform in this process
         attached = []
     if device not in attached:
-        raise ValueError(
-            "jax_ep.init: mesh must hold devices that this job has, got "
-            f"{device!r}, as of a topology description; compile where the devices are, "
-            "or export the program (docs/sharp_bits.md#exported-programs)"
+        raise errors.invalid(
+            "init",
+            "mesh must hold devices that this job has",
+            f"{device!r}, as of a topology description",
+            "compile where the devices are, or export the program "
+            "(docs/sharp_bits.md#exported-programs)",
         )
 
 
@@ -225,11 +238,13 @@ def group_axes(mesh: Mesh, axis_name: Any, config: EPConfig) -> tuple[str, ...]:
     """Returns the axes of the EP group; raises unless the ranks divide the experts."""
     names = axis_names(resolved_mesh(mesh), axis_name)
     ranks = _ranks(mesh, names)
-    if config.num_experts % ranks:
-        raise ValueError(
-            f"jax_ep.init: num_experts must be a multiple of the group's ranks, {ranks}"
-            f", got {config.num_experts}; pad the experts or change the mesh"
-        )
+    errors.require(
+        config.num_experts % ranks == 0,
+        "init",
+        f"num_experts must be a multiple of the group's ranks, {ranks}",
+        config.num_experts,
+        "pad the experts or change the mesh",
+    )
     return names
 
 
@@ -243,9 +258,11 @@ def axis_names(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]:
         or len(set(names)) != len(names)
         or set(names) - set(mesh.axis_names)
     ):
-        raise ValueError(
-            "jax_ep.init: axis_name must name distinct axes of the mesh, got "
-            f"{axis_name!r}; the mesh has {mesh.axis_names}"
+        raise errors.invalid(
+            "init",
+            "axis_name must name distinct axes of the mesh",
+            errors.brief(axis_name),
+            f"the mesh has {mesh.axis_names}",
         )
     return tuple(names)
 
@@ -254,30 +271,36 @@ def _check_served(config: EPConfig, ranks: int) -> None:
     world = config.allreduce_world_size or ranks
     if ranks % world if config.skip_a2a else world != ranks:
         must = "divide" if config.skip_a2a else "without skip_a2a equal"
-        raise ValueError(
-            f"jax_ep.init: allreduce_world_size must {must} the group's ranks, "
-            f"{ranks}, got {world}; leave it out"
+        raise errors.invalid(
+            "init",
+            f"allreduce_world_size must {must} the group's ranks, {ranks}",
+            world,
+            "leave it out",
         )
     experts = config.num_experts + ranks
     if config.fused_shared_expert and experts > ffi.native.MAX_EXPERTS:
-        raise ValueError(
-            "jax_ep.init: with fused_shared_expert num_experts plus one shared expert "
-            f"per rank must be at most {ffi.native.MAX_EXPERTS}, got {experts}; "
-            "compute the shared expert outside of the dispatch"
+        raise errors.invalid(
+            "init",
+            "with fused_shared_expert num_experts plus one shared expert per rank must "
+            f"be at most {ffi.native.MAX_EXPERTS}",
+            experts,
+            "compute the shared expert outside of the dispatch",
         )
     rows = config.capacity(ranks)
     top_k = config.top_k + config.fused_shared_expert
     entries = ranks * config.max_tokens_per_rank * top_k
     limit = ffi.native.MAX_INDEX
     if rows > limit or entries > limit:
-        raise ValueError(
-            "jax_ep.init: recv_capacity and ranks * max_tokens_per_rank * top_k must "
-            f"be at most {limit}, got {rows} and {entries}; lower max_tokens_per_rank "
-            "or set recv_capacity"
+        raise errors.invalid(
+            "init",
+            "recv_capacity and ranks * max_tokens_per_rank * top_k must be at most "
+            f"{limit}",
+            f"{rows} and {entries}",
+            "lower max_tokens_per_rank or set recv_capacity",
         )
     for remark in (capacity.worst_case, capacity.shortfall):
         if text := remark(config, ranks):
-            warnings.warn(f"jax_ep.init: {text}", UserWarning, stacklevel=4)
+            warnings.warn(f"jax_ep.init: {text}", UserWarning, stacklevel=5)
 
 
 def _automatic(mesh: Mesh) -> Mesh:

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from jax_ep._core import errors
+
 THREADS_PER_DEVICE = 4
 MIN_THREADS = 32
 _warned = False
@@ -107,7 +109,7 @@ def warn_if_short(pool_threads: int, devices: int) -> None:
             "can hang; import jax_ep before the first use of JAX, or set "
             f"NPROC={4 * devices} in the environment",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         _warned = True  # skipped if a filter turned the warning into an exception
 
@@ -128,8 +130,9 @@ def require_unforked() -> None:
     A fork does not copy JAX's threads, so every use of JAX would hang.
     """
     if _forked_from is not None:
-        raise ValueError(
-            f"jax_ep.init: this process was forked from process {_forked_from} after "
-            "that had started JAX; start processes with spawn, or fork before the "
-            "first use of JAX"
+        raise errors.unusable(
+            "init",
+            f"this process was forked from process {_forked_from} after that had "
+            "started JAX",
+            "start processes with spawn, or fork before the first use of JAX",
         )

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax_ep._core import threads
+from jax_ep._core import calls, threads
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Transport
@@ -54,6 +54,7 @@ _opener: _Opener | None = None
 _making = threading.Lock()  # ep_init runs once for each handle
 
 
+@calls.explained("shared_handle")
 def shared_handle(
     mesh: Mesh | None,
     axis_name: str | Sequence[str],

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep import formats
+from jax_ep._core import errors
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -326,8 +327,10 @@ def _aside(ep: EPHandle) -> bool:
     if ep.config.overlap != "stream":
         return False
     if jax.__version_info__ < STREAM_SINCE:
-        raise ValueError(
-            f'jax_ep.EPConfig: overlap="stream" must have jax 0.11.1 or newer on '
-            f"{ep.transport}, got {jax.__version__}; leave overlap out or update jax"
+        raise errors.invalid(
+            "EPConfig",
+            f'overlap="stream" must have jax 0.11.1 or newer on {ep.transport}',
+            jax.__version__,
+            "leave overlap out or update jax",
         )
     return True

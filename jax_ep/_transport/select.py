@@ -8,6 +8,7 @@ import logging
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ep._core import errors
 from jax_ep._core.config import EPConfig
 from jax_ep._core.literals import HandleTransport, Transport
 from jax_ep._peers import nvshmem, topology
@@ -77,9 +78,11 @@ def instead(
                 f"have {must}, got {got}; jax-ep doctor says more"
             )
         return "collective"
-    raise ValueError(
-        f'jax_ep.init: transport="{requested}" must have {must}, got {got}; use '
-        'transport="collective" or "auto"'
+    raise errors.invalid(
+        "init",
+        f'transport="{requested}" must have {must}',
+        got,
+        'use transport="collective" or "auto"',
     )
 
 

@@ -18,6 +18,7 @@ except ModuleNotFoundError as _error:
         "jax_ep.flax: Flax is not installed; run pip install 'jax_ep[flax]'"
     ) from _error
 
+from jax_ep._core import calls as _calls
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
@@ -64,6 +65,7 @@ class MoE(nnx.Module):
         ep: the `jax_ep.EPHandle`.
     """
 
+    @_calls.explained("flax.MoE")
     def __init__(
         self,
         *,
@@ -182,13 +184,19 @@ class MoE(nnx.Module):
             else None
         )
 
-    def _hold(self, codes: QuantizedWeights) -> None:
-        """Keeps codes in place of the weights."""
+    def _hold(self, codes: QuantizedWeights, trained: MoE | None = None) -> None:
+        """Keeps codes in place of the weights, those of `trained` if it is given."""
         params, mesh = self._layer.params(), self._layer.mesh
 
         def code(name: str) -> Codes:
-            spec = params[name].spec
-            made = Codes(getattr(codes, name), out_sharding=spec, mesh=mesh)
+            value, spec = getattr(codes, name), params[name].spec
+            stack = (None,) * (value.ndim - len(spec))
+            made = Codes(value, out_sharding=(*stack, *spec), mesh=mesh)
+            if trained is not None:
+                # In a stack it depends on the transformation whether the metadata has
+                # the dimension of the layers.
+                matrix: Any = getattr(trained, name.removesuffix("_scales"))
+                made.set_metadata(out_sharding=matrix.get_metadata()["out_sharding"])
             # An attribute that was None is static for Flax until nnx.data marks it.
             return nnx.data(made)
 
@@ -221,7 +229,8 @@ class MoE(nnx.Module):
         """Returns a copy for inference, with codes in place of the experts' weights.
 
         The copy is like a layer made with `weights_format=format`. Its other parameters
-        are variables of its own with the same arrays.
+        are variables of its own with the same arrays. A stack of layers, as `nnx.vmap`
+        makes it along axis 0, becomes a stack.
 
         Args:
             format: "fp8_block128" or "mxfp4".
@@ -232,7 +241,7 @@ class MoE(nnx.Module):
         codes = self.quantize_weights(format)
         copy = nnx.merge(*nnx.split(self))
         copy._layer = self._layer.with_codes(format)
-        copy._hold(codes)
+        copy._hold(codes, self)
         return copy
 
     def prepared(self) -> QuantizedWeights:

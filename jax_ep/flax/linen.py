@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_ep._core import calls as _calls
 from jax_ep._core import errors as _errors
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport, WeightFormat
@@ -41,6 +42,7 @@ def _require_names(
     )
 
 
+@_calls.explained_class("flax.linen.MoE")
 class MoE(nn.Module):
     """Router, experts and an optional shared expert: `[..., hidden] -> [..., hidden]`.
 

@@ -35,16 +35,28 @@ class Unhashable:
 
     __hash__ = None
 
-    def __call__(self, rows, gate_up, down, group_sizes):
-        return rows
+    def __call__(self, first, *others):
+        return first
 
 
 WRONG = {
     "mesh": ({"mesh": None}, "mesh must be"),
+    "mesh_name": ({"mesh": "ep"}, "mesh must be a jax.sharding.Mesh, got 'ep'"),
     "axis": ({"axis_name": "zz"}, "axis_name must name"),
     "no_axis": ({"axis_name": None}, "axis_name must name"),
     "experts": ({"num_experts": 7}, "num_experts must be a multiple"),
-    "options": ({"config_options": {"zz": 1}}, "config_options must be a mapping"),
+    "options": ({"config_options": {"zz": 1}}, "config_options must .*; correct the"),
+    "option": (
+        {"config_options": {"recv_capacty": 1}},
+        "config_options must .*; did you mean recv_capacity",
+    ),
+    "list": (
+        {"config_options": [*range(99)]},
+        r"config_options .* [\[(]0, 1, 2, \.\.\.[\])];",
+    ),
+    "transport": ({"transport": "pigeon"}, "transport must be one of"),
+    "width": ({"hidden_size": 7}, r"hidden_size must make .*\(raised by jax_ep.EPConf"),
+    "words": ({"top_k": "2"}, "top_k must be an int, got '2'"),
     "own_field": ({"config_options": {"top_k": 1}}, "config_options must be a mapping"),
     "dtype": ({"dtype": "zz"}, "dtype must be one of"),
     "param_dtype": ({"param_dtype": "int32"}, "param_dtype must be a floating dtype"),
@@ -89,6 +101,14 @@ WRONG = {
         {"experts": lambda rows, weights: rows},
         r"experts must be a function of \(rows, gate_up, down, group_sizes\)",
     ),
+    "of_more": (
+        {"router": lambda logits, *, num_experts: 0},
+        r"router must be .* \['tokens', .*, got <lambda>\(logits, \*, num_experts\)",
+    ),
+    "of_more_rows": (
+        {"experts": lambda rows, gate_up, down, group_sizes, *, zz: rows},
+        r"experts must be .* keywords among \['gate_bias', .*\*, zz\); give",
+    ),
     "of_nothing": ({"router": lambda: 0}, r"router must be a function of \(logits\)"),
     "handle": ({"ep": 3}, "ep must be the handle that jax_ep.init returned"),
 }
@@ -103,14 +123,30 @@ def test_both_say_what_a_layer_needs(name):
         pytest.skip("one rank takes any number of experts")
     given = {**fields(mesh), **changes}
     x = jnp.ones((8, 4, 16))
-    for make in (
-        lambda: jax_ep.flax.MoE(**given, rngs=nnx.Rngs(0)),
-        lambda: jax_ep.flax.linen.MoE(**given).init(jax.random.key(0), x),
+    for where, make in (
+        ("flax.MoE", lambda: jax_ep.flax.MoE(**given, rngs=nnx.Rngs(0))),
+        (
+            "flax.linen.MoE",
+            lambda: jax_ep.flax.linen.MoE(**given).init(jax.random.key(0), x),
+        ),
     ):
         with raises() as caught:
             make()
-        assert re.match(rf"jax_ep\.[\w.]+: .*{words}", str(caught.value))
+        assert re.match(rf"jax_ep\.{where}: .*{words}", str(caught.value))
         assert ", got " in str(caught.value)
+
+
+def test_misspelt_arguments():
+    mesh = helpers.make_mesh(1)
+    given = fields(mesh)
+    del given["num_experts"]
+    for where, make in (
+        ("flax.MoE", lambda: jax_ep.flax.MoE(**given, num_expert=8, rngs=nnx.Rngs(0))),
+        ("flax.linen.MoE", lambda: jax_ep.flax.linen.MoE(**given, num_expert=8)),
+    ):
+        with raises() as caught:
+            make()
+        check_form(caught, where, "got num_expert; did you mean num_experts?")
 
 
 def test_arguments_that_are_no_arrays():

@@ -189,10 +189,18 @@ def halves(params):
         ),
         (
             lambda p: p.update(gate_up=halves(p)),
-            r"reshape .*\[L, H, 2, F\], gate first(?!,)",
+            r"reshape it to \[L, H, 2, F\].* if gate comes first(?!.*and shard)",
         ),
-        (lambda p: p.update(gate_up=halves(p)[:2]), "gate first, and shard dimension"),
-        (lambda p: p.update(gate_up=halves(p)[..., 1:]), r"\(.*\); shard dimension 0"),
+        (
+            lambda p: p.update(gate_up=halves(p)[:2]),
+            "if gate comes first.*, and shard dimension",
+        ),
+        (lambda p: p.update(gate_up=halves(p)[..., 1:]), "pass the weights of this"),
+        (
+            lambda p: p.update(router=p["router"][:, :5]),
+            "pass a column for each expert",
+        ),
+        (lambda p: p.update(router_weight=0), r"'down', .*'gate', .*'up', .*, got \["),
     ],
 )
 def test_wrong_params(change, message):
@@ -273,7 +281,7 @@ def test_halves_that_an_axis_splits():
     x = np.ones((N, moe_dense.HIDDEN), np.float32)
     body = functools.partial(jax_ep.moe_ffn, ep, tp_axis="tp")
     specs = param_specs(params, "tp") | {"gate_up": P("ep", None, "tp")}
-    with pytest.raises(ValueError, match=r"gate first, before 'tp' splits it(?!,)"):
+    with pytest.raises(ValueError, match=r"; before 'tp' splits it, reshape"):
         jax.shard_map(body, mesh=mesh, in_specs=(P("ep"), specs), out_specs=P())(
             x, params
         )
