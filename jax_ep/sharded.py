@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_ep._core import checks
+from jax_ep._core import calls, checks
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import CallKind, Transport
@@ -146,6 +146,7 @@ def _dispatch(
     return mapped.run(called, ep, axes, sharded_over, operands)
 
 
+@calls.explained("sharded.combine", combining.ARGUMENTS)
 def combine(
     ep: EPHandle,
     expert_out: ArrayLike,
@@ -180,6 +181,7 @@ def combine(
     return _combine(combining.combine, "sharded.combine", ep, spec, *given)
 
 
+@calls.explained("sharded.combine_async", combining.ARGUMENTS)
 def combine_async(
     ep: EPHandle,
     expert_out: ArrayLike,
@@ -251,6 +253,7 @@ def _combine(
     return mapped.run(called, ep, axes, dict.fromkeys(operands, axes), operands)
 
 
+@calls.explained("sharded.dequantize", "pass the handle, then the Dispatched")
 def dequantize(
     ep: EPHandle, d: Dispatched, *, spec: PartitionSpec | None = None
 ) -> jax.Array:
@@ -313,6 +316,7 @@ def apply_experts(
     scatter_axis: str | None = None,
     transport: Transport = "auto",
     return_dropped: Literal[False] = False,
+    return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
     **config: Any,
 ) -> jax.Array: ...
@@ -333,6 +337,7 @@ def apply_experts(
     scatter_axis: str | None = None,
     transport: Transport = "auto",
     return_dropped: Literal[True],
+    return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -352,10 +357,33 @@ def apply_experts(
     fsdp_axis: str | Sequence[str] | None = None,
     scatter_axis: str | None = None,
     transport: Transport = "auto",
-    return_dropped: bool,
+    return_dropped: Literal[False] = False,
+    return_invalid: Literal[True],
     input_scale: ArrayLike | None = None,
     **config: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def apply_experts(
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    fsdp_axis: str | Sequence[str] | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: Literal[True],
+    return_invalid: Literal[True],
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
 def apply_experts(
     fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
     params: _Params,
@@ -372,9 +400,31 @@ def apply_experts(
     scatter_axis: str | None = None,
     transport: Transport = "auto",
     return_dropped: bool = False,
+    return_invalid: bool = False,
     input_scale: ArrayLike | None = None,
     **config: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]: ...
+@calls.explained("sharded.apply_experts")
+def apply_experts(
+    fn: Callable[[_Params, jax.Array, jax.Array, jax.Array], jax.Array],
+    params: _Params,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+    param_specs: Any = None,
+    fsdp_axis: str | Sequence[str] | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: bool = False,
+    return_invalid: bool = False,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Runs `jax_ep.apply_experts` on global arrays, with the experts' parameters.
 
     `fn` is called inside a `jax.shard_map` over the whole mesh, on the arrays of one
@@ -394,7 +444,8 @@ def apply_experts(
             compiles once per function object, so do not pass a new lambda each time.
         params: a pytree of the experts' parameters, by default each `[E, ...]`.
         tokens: `[..., H]`, with at least one leading dimension.
-        topk_ids: int32 `[..., K]`.
+        topk_ids: int32 `[..., K]`, as in `jax_ep.apply_experts`: ids outside [-1, E)
+            count as -1, and `return_invalid` returns their number.
         router_weights: `[..., K]` of any float dtype.
         num_experts: E.
         axis_name: the EP axis, or a tuple of axes whose product is the group.
@@ -416,6 +467,7 @@ def apply_experts(
             axis, over which `param_specs` split the experts' matrices.
         transport: as in `jax_ep.init`.
         return_dropped: whether to return the numbers of dropped rows as well.
+        return_invalid: whether to return the numbers of bad ids as well, last.
         input_scale: global scale of dispatch_format "nvfp4".
         **config: further fields of `jax_ep.EPConfig`, as in `jax_ep.apply_experts`.
 
@@ -423,14 +475,15 @@ def apply_experts(
         `[..., H]` in the dtype of the tokens, sharded as they are; with `scatter_axis`
         the last dimension is sharded over it, too. With `return_dropped` also int32
         `[ranks]`, the number of rows that each rank dropped, for the ranks that tokens
-        are split over.
+        are split over. With `return_invalid` also int32 `[ranks]`, the number of ids
+        outside [-1, E) among each rank's tokens.
 
     Raises:
         ValueError, TypeError: for the reasons of `jax_ep.apply_experts`; if a leaf or
             the tokens do not divide over their specs; if the call is inside shard_map;
             or if rows differ along an axis over which nothing is split or scattered.
     """
-    y, dropped = apply_sharded.run(
+    results = apply_sharded.run(
         fn,
         params,
         {"tokens": tokens, "topk_ids": topk_ids, "router_weights": router_weights},
@@ -445,4 +498,4 @@ def apply_experts(
         input_scale=input_scale,
         config=config,
     )
-    return (y, dropped) if return_dropped else y
+    return results.asked(return_dropped, return_invalid)

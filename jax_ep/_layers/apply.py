@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jax_ep._core import checks, context, errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core import calls, checks, context, errors
+from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import DTYPES, Transport
@@ -27,6 +27,19 @@ from jax_ep._setup.shared import shared_handle
 
 # (rows [N, H], group_sizes [G], expert_of_row [N]) -> rows [N, H].
 RowsFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+# Arguments that are no fields of EPConfig.
+ARGUMENTS = (
+    "mesh",
+    "scatter_axis",
+    "transport",
+    "return_dropped",
+    "return_invalid",
+    "input_scale",
+)
+
+# What `fn` gets.
+ROWS = ("rows", "group_sizes", "expert_of_row")
 
 # Fields of EPConfig that arrays or arguments determine.
 _GIVEN = {
@@ -44,6 +57,11 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "pending_calls": ((None, 0), _WITHOUT_EFFECT),
     "scale_layout": (("rows",), "rows come dequantised"),
 }
+_FREE = sorted(
+    field.name
+    for field in dataclasses.fields(EPConfig)
+    if field.name not in {"num_experts", *_GIVEN, *_ONLY}
+)
 
 
 @overload
@@ -59,6 +77,7 @@ def apply_experts(
     scatter_axis: str | None = None,
     transport: Transport = "auto",
     return_dropped: Literal[False] = False,
+    return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
     **config: Any,
 ) -> jax.Array: ...
@@ -75,6 +94,7 @@ def apply_experts(
     scatter_axis: str | None = None,
     transport: Transport = "auto",
     return_dropped: Literal[True],
+    return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -90,10 +110,29 @@ def apply_experts(
     mesh: Mesh | None = None,
     scatter_axis: str | None = None,
     transport: Transport = "auto",
-    return_dropped: bool,
+    return_dropped: Literal[False] = False,
+    return_invalid: Literal[True],
     input_scale: ArrayLike | None = None,
     **config: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def apply_experts(
+    fn: RowsFunction,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: Literal[True],
+    return_invalid: Literal[True],
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
 def apply_experts(
     fn: RowsFunction,
     tokens: ArrayLike,
@@ -106,9 +145,27 @@ def apply_experts(
     scatter_axis: str | None = None,
     transport: Transport = "auto",
     return_dropped: bool = False,
+    return_invalid: bool = False,
     input_scale: ArrayLike | None = None,
     **config: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]: ...
+@calls.explained("apply_experts")
+def apply_experts(
+    fn: RowsFunction,
+    tokens: ArrayLike,
+    topk_ids: ArrayLike,
+    router_weights: ArrayLike,
+    *,
+    num_experts: int,
+    axis_name: str | Sequence[str],
+    mesh: Mesh | None = None,
+    scatter_axis: str | None = None,
+    transport: Transport = "auto",
+    return_dropped: bool = False,
+    return_invalid: bool = False,
+    input_scale: ArrayLike | None = None,
+    **config: Any,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Sends tokens to their experts, applies `fn` there, and sums the rows on return.
 
     Call it inside your own `jax.shard_map` over `mesh`, on the arrays of one rank. It
@@ -127,7 +184,9 @@ def apply_experts(
             It closes over this rank's weights.
         tokens: `[..., H]` in bfloat16, float16 or float32; the leading dimensions have
             the same sizes on every rank.
-        topk_ids: int32 `[..., K]`, global expert ids, -1 for none.
+        topk_ids: int32 `[..., K]`, global expert ids, -1 for none. Other ids outside
+            [0, E) count as -1, so their part of a token's sum is missing; ask for
+            their number with `return_invalid`.
         router_weights: `[..., K]` of any float dtype, used in float32.
         num_experts: E, the number of experts in the whole group.
         axis_name: the EP axis, or a tuple of axes whose product is the group.
@@ -141,6 +200,7 @@ def apply_experts(
             equal along the axis.
         transport: as in `jax_ep.init`.
         return_dropped: whether to return the number of dropped rows as well.
+        return_invalid: whether to return the number of bad ids as well, last.
         input_scale: global scale of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
         **config: further fields of `jax_ep.EPConfig`, such as `capacity_factor` and
             `dispatch_format`. With `fused_shared_expert` group 0 is the shared expert.
@@ -149,7 +209,9 @@ def apply_experts(
     Returns:
         `[..., H]` in the dtype of the tokens, `[..., H / size]` with `scatter_axis`.
         With `return_dropped` also int32 `[1]`, the number of rows that this rank
-        dropped because N was too small.
+        dropped because N was too small. With `return_invalid` also int32 `[1]`, the
+        number of ids outside [-1, E) among this rank's tokens. With both a tuple of
+        three, in this order.
 
     Raises:
         ValueError, TypeError: while tracing, if an argument is not as described above,
@@ -166,6 +228,7 @@ def apply_experts(
         "a function of rows, group_sizes and expert_of_row",
         "pass one that returns a row for each row",
     )
+    require_fn(function, fn, ROWS)
     given = flattened(function, tokens, topk_ids, router_weights)
     names = _axes(function, axis_name)
     mesh = _resolved_mesh(function, mesh)
@@ -180,8 +243,24 @@ def apply_experts(
         )
     with errors.told_of(function, part=False):
         ep = shared_handle(mesh, names, fields, transport)
-    y, dropped = applied(function, ep, fn, given, scatter_axis, input_scale)
-    return (y, dropped) if return_dropped else y
+    results = applied(function, ep, fn, given, scatter_axis, input_scale)
+    return results.asked(return_dropped, return_invalid)
+
+
+class Results(NamedTuple):
+    """What a call of `apply_experts` can return."""
+
+    y: jax.Array
+    dropped: jax.Array
+    invalid: jax.Array
+
+    def asked(
+        self, return_dropped: bool, return_invalid: bool
+    ) -> jax.Array | tuple[jax.Array, ...]:
+        """Returns `y`, and the numbers that the user wants."""
+        pairs = (self.dropped, return_dropped), (self.invalid, return_invalid)
+        counts = [count for count, wanted in pairs if wanted]
+        return (self.y, *counts) if counts else self.y
 
 
 def applied(
@@ -191,8 +270,8 @@ def applied(
     given: Flattened,
     scatter_axis: str | None,
     input_scale: ArrayLike | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs a call of `apply_experts` on one rank; returns y and num_dropped."""
+) -> Results:
+    """Runs a call of `apply_experts` on one rank."""
     inputs = (given.tokens, given.topk_ids, given.router_weights)
     if scatter_axis is not None:
         # Marked as varying along the axis before the dispatch, so that gradients are
@@ -205,7 +284,7 @@ def applied(
     with errors.told_of(function, part=False):
         d = dispatching.dispatch(ep, tokens, topk_ids, sent, input_scale=input_scale)
         rows = dequantize(d)
-    with jax.named_scope("jax_ep.experts"):
+    with jax.named_scope("jax_ep.experts"), errors.by_the_user():
         out: Any = fn(rows, d.group_sizes, expert_of_row(d))
     _require_result(function, out, rows, scatter_axis)
     if scatter_axis is not None:
@@ -213,11 +292,25 @@ def applied(
     with errors.told_of(function, part=False):
         factors = weights if at_source else d.router_weights
         y = combining.combine(ep, out, d.route, factors)
-    dropped = d.num_dropped
-    if scatter_axis in varying(dropped):
-        # It is equal along the axis; pmax proves that to check_vma.
-        dropped = jax.lax.pmax(jax.lax.stop_gradient(dropped), scatter_axis)
-    return y.reshape(*given.leading, y.shape[1]), dropped
+    counts = d.num_dropped, d.num_invalid
+    if scatter_axis in varying(counts[0]):
+        # They are equal along the axis; pmax proves that to check_vma.
+        counts = jax.lax.pmax(jax.lax.stop_gradient(counts), scatter_axis)
+    return Results(y.reshape(*given.leading, y.shape[1]), *counts)
+
+
+def require_fn(function: str, fn: Any, operands: Sequence[str]) -> None:
+    """Raises TypeError unless `fn` can be called with these operands."""
+    if isinstance(fn, type):
+        raise errors.invalid(
+            function,
+            f"fn must be a function of ({', '.join(operands)})",
+            f"the class {fn.__name__}",
+            "pass a function, or an instance that can be called",
+            operand="fn",
+            kind=TypeError,
+        )
+    calls.require_takes(function, "fn", fn, operands)
 
 
 class Flattened(NamedTuple):
@@ -243,7 +336,7 @@ def flattened(
 ) -> Flattened:
     """Returns the checked operands of a call, flattened."""
     tokens = as_array(function, "tokens", tokens)
-    topk_ids = as_array(function, "topk_ids", topk_ids)
+    topk_ids = as_ids(function, "topk_ids", topk_ids)
     weights = as_array(function, "router_weights", router_weights)
     if tokens.dtype.name not in DTYPES:
         raise errors.invalid(
@@ -374,15 +467,16 @@ def config_of(
             raise errors.invalid(
                 function,
                 f"{name} must be left out, because {_GIVEN[name]} determines it",
-                f"{name}={value!r}",
+                f"{name}={errors.brief(value)}",
                 "remove it from the call",
             )
         if name not in known:
             raise errors.invalid(
                 function,
-                f"further arguments must be fields of EPConfig, of {sorted(known)}",
-                f"{name}={value!r}",
-                "correct the name or remove it from the call",
+                f"further arguments must be fields of EPConfig, of {_FREE}",
+                f"{name}={errors.brief(value)}",
+                calls.meant([name], [*ARGUMENTS, *_FREE])
+                or "correct the name or remove it from the call",
                 kind=TypeError,
             )
         allowed, why = _ONLY.get(name, ((value,), ""))
@@ -391,7 +485,7 @@ def config_of(
             raise errors.invalid(
                 function,
                 f"{name} must be {allowed[0]!r} here, because {why}",
-                f"{name}={value!r}",
+                f"{name}={errors.brief(value)}",
                 "call dispatch and combine yourself to use it",
             )
     with errors.told_of(function, part=False):

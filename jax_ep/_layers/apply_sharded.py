@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep._core import context, errors, traces
-from jax_ep._core.arrays import as_array
+from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.varying import varying
 from jax_ep._layers import apply
 from jax_ep._layers.params import entry_axes, spec_axes
@@ -36,17 +36,30 @@ def run(
     transport: Any,
     input_scale: Any,
     config: Mapping[str, Any],
-) -> tuple[jax.Array, jax.Array]:
-    """Runs a call of `jax_ep.sharded.apply_experts`; returns y and num_dropped.
+) -> apply.Results:
+    """Runs a call of `jax_ep.sharded.apply_experts`, on global arrays.
 
     `arrays` are tokens, topk_ids and router_weights by name.
     """
+    errors.require_type(
+        FUNCTION,
+        "fn",
+        fn,
+        Callable,
+        "a function of params, rows, group_sizes and expert_of_row",
+        "pass one that returns a row for each row",
+    )
+    apply.require_fn(FUNCTION, fn, ("params", *apply.ROWS))
     mesh = _mesh(mesh)
     context.require_usable(FUNCTION, mesh)
     ep_axes = _names("axis_name", axis_name, mesh)
     fsdp = () if fsdp_axis is None else _names("fsdp_axis", fsdp_axis, mesh, ep_axes)
     params = jax.tree.map(lambda leaf: as_array(FUNCTION, "params", leaf), params)
     specs = _param_specs(params, param_specs, mesh, ep_axes, fsdp, num_experts)
+    arrays = {
+        name: (as_ids if name == "topk_ids" else as_array)(FUNCTION, name, value)
+        for name, value in arrays.items()
+    }
     given = apply.flattened(FUNCTION, *arrays.values())
     model = {axis for each in jax.tree.leaves(specs) for axis in spec_axes(each)}
     model -= {*ep_axes, *fsdp}
@@ -61,18 +74,22 @@ def run(
         ep = shared_handle(mesh, ep_axes, fields, transport)
     shapes = {name: jax.numpy.shape(value) for name, value in arrays.items()}
 
-    def body(operands: Any) -> tuple[jax.Array, jax.Array]:
+    def body(operands: Any) -> apply.Results:
         own, tokens, topk_ids, router_weights, input_scale = operands
         own = jax.tree.map(partial(_gathered, fsdp), own, specs)
         with errors.told_of(FUNCTION, shapes):
             here = apply.flattened("apply_experts", tokens, topk_ids, router_weights)
-            y, dropped = apply.applied(
+            results = apply.applied(
                 "apply_experts", ep, partial(fn, own), here, scatter_axis, input_scale
             )
-        _require_equal(y, mesh, split, scatter_axis)
-        return y, dropped
+        _require_equal(results.y, mesh, split, scatter_axis)
+        return results
 
     columns = [None] * (len(given.leading) - len(spec))
+    counts = PartitionSpec(split)
+    # Any, because the fields hold specs here, not arrays.
+    whole: Any = PartitionSpec(*spec, *columns, scatter_axis), counts, counts
+    outs = apply.Results(*whole)
     key: Any = (
         FUNCTION,
         fn,
@@ -94,7 +111,7 @@ def run(
         mesh.axis_names,
         (params, *arrays.values(), input_scale),
         (specs, spec, spec, spec, PartitionSpec()),
-        (PartitionSpec(*spec, *columns, scatter_axis), PartitionSpec(split)),
+        outs,
     )
 
 

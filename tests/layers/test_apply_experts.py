@@ -369,6 +369,47 @@ def test_an_executable_runs_in_another_process(mesh: Any, tmp_path: Any) -> None
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+def test_bad_ids_are_counted(check_vma: bool) -> None:
+    """They count as -1: their part of a sum is missing, and others keep theirs."""
+    mesh = helpers.make_mesh({"tp": 2, "ep": 2})
+    asked = {"return_dropped": True, "return_invalid": True, "recv_capacity": 20}
+
+    def body(x: Any, ids: Any, w: Any) -> Any:
+        def fn(rows: Any, group_sizes: Any, expert_of_row: Any) -> Any:
+            return jnp.where(jax.lax.axis_index("tp") == 0, rows, 0)
+
+        given = HERE | asked | {"mesh": mesh, "scatter_axis": "tp"}
+        y, dropped, invalid = jax_ep.apply_experts(fn, x, ids, w, **given)
+        alone = given | {"return_dropped": False}
+        assert len(jax_ep.apply_experts(fn, x, ids, w, **alone)) == 2
+        return y, dropped, invalid
+
+    outs = (P("ep", "tp"), P("ep"), P("ep"))
+    run = on_ranks(mesh, body, out_specs=outs, check_vma=check_vma)
+    x = np.random.default_rng(8).standard_normal((2 * N, HIDDEN), np.float32)
+    ids = np.tile(np.array([0, 5], np.int32), (2 * N, 1))
+    ids[0], ids[1, 1], ids[N] = (EXPERTS, -2), helpers.INT_MAX, (-1, 0)
+    weights = np.ones(ids.shape, np.float32)
+    y, dropped, invalid = jax.jit(run)(x, ids, weights)
+    valid = ((ids >= 0) & (ids < EXPERTS)).sum(1, keepdims=True)
+    np.testing.assert_allclose(y, x * valid, rtol=1e-6)
+    np.testing.assert_array_equal(invalid, [3, 0])
+    np.testing.assert_array_equal(dropped, [0, 0])
+    # The shared handle of the same sizes tells the first of them.
+    config = helpers.make_config(
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=N,
+        dtype="float32",
+        recv_capacity=20,
+    )
+    ep = jax_ep.shared_handle(mesh, "ep", config, HERE["transport"])
+    with pytest.raises((ValueError, RuntimeError), match="token 0"):
+        ep.check()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_scattered_sums_are_rounded_once(check_vma: bool) -> None:
     """bfloat16 can hold the sum, 1 + 2^-7, but not the partial sum 1 + 2^-8."""
     mesh = helpers.make_mesh({"tp": 2, "ep": 2})
@@ -417,6 +458,20 @@ class Wrong:
 
 WRONG = {
     "fn": Wrong(("fn", "function"), fn=3),
+    "fn_two": Wrong(
+        ("(rows, group_sizes, expert_of_row), got <lambda>(rows, sizes); wrap it",),
+        fn=lambda rows, sizes: rows,
+    ),
+    "fn_four": Wrong(
+        ("got <lambda>(params, rows, sizes, expert); give its other", "or bind them"),
+        fn=lambda params, rows, sizes, expert: rows,
+    ),
+    "fn_keyword": Wrong(
+        ("got <lambda>(rows, sizes, expert, *, act); give its other",),
+        fn=lambda rows, sizes, expert, *, act: rows,
+    ),
+    "fn_auto": Wrong(("got auto(rows, gate_up, down,",), fn=jax_ep.experts.auto),
+    "fn_class": Wrong(("fn", "the class Padded"), fn=jax_ep.experts.Padded),
     "fn_shape": Wrong(("fn must return", "(1, 128)"), fn=lambda r, g, e: r[:1]),
     "fn_none": Wrong(("fn must return", "NoneType"), fn=lambda r, g, e: None),
     "fn_dtype": Wrong(
@@ -441,7 +496,12 @@ WRONG = {
     "dtype": Wrong(("dtype", "determines"), {"dtype": "float32"}),
     "hidden": Wrong(("hidden_size", "determines"), {"hidden_size": 128}),
     "most": Wrong(("max_tokens_per_rank",), {"max_tokens_per_rank": 8}),
-    "misspelt": Wrong(("capacity_fraction", "EPConfig"), {"capacity_fraction": 1.0}),
+    "misspelt": Wrong(
+        ("EPConfig", "capacity_fraction=1.0; did you mean capacity_factor?"),
+        {"capacity_fraction": 1.0},
+    ),
+    "unlike": Wrong(("of ['capacity_factor',", "correct the name"), {"zz": 1}),
+    "transport": Wrong(("transport", "'pigeon'"), {"transport": "pigeon"}),
     "value": Wrong(("capacity_factor", "-1"), {"capacity_factor": -1.0}),
     "format": Wrong(("dispatch_format", "fp7"), {"dispatch_format": "fp7"}),
     "skip_a2a": Wrong(("skip_a2a", "own"), {"skip_a2a": True}),

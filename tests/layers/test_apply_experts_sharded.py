@@ -136,6 +136,57 @@ def test_drops() -> None:
     assert np.sum(dropped) == np.sum(kept == 0) > 0
 
 
+def test_bad_ids_are_counted_by_rank() -> None:
+    mesh = make_mesh("fsdp")
+    inputs, params = host()
+    ids, weights = map(np.array, maxtext.route(inputs, params["gate"]))
+    ids[0, 0, 0], ids[-1] = 8, -7
+    own = {n: p for n, p in params.items() if n != "gate"}
+    y, dropped, invalid = jax_ep.sharded.apply_experts(
+        swiglu,
+        own,
+        inputs,
+        ids,
+        weights,
+        num_experts=8,
+        axis_name="expert",
+        mesh=mesh,
+        fsdp_axis="fsdp",
+        transport=helpers.TRANSPORT,
+        return_dropped=True,
+        return_invalid=True,
+        **helpers.on_nodes(),
+    )
+    bad = (ids < -1) | (ids >= 8)
+    np.testing.assert_array_equal(invalid, bad.reshape(8, -1).sum(1))
+    assert not np.any(dropped)
+    np.testing.assert_array_equal(np.any(y, axis=-1), (~bad).any(-1))
+
+
+def test_errors_in_fn_name_what_it_called() -> None:
+    """Not apply_experts, which was called rightly."""
+    mesh = make_mesh("data")
+    inputs, params = host()
+    ids, weights = maxtext.route(inputs, params["gate"])
+
+    def fn(own: Any, rows: Any, group_sizes: Any, expert_of_row: Any) -> Any:
+        return jax_ep.experts.fp8(rows, own["wi_0"], own["wo"], group_sizes)
+
+    with raises() as caught:
+        jax_ep.sharded.apply_experts(
+            fn,
+            {name: params[name] for name in ("wi_0", "wo")},
+            inputs,
+            ids,
+            weights,
+            num_experts=8,
+            axis_name="expert",
+            mesh=mesh,
+            transport=helpers.TRANSPORT,
+        )
+    check_form(caught, "experts.fp8", "jax_ep.experts.auto")
+
+
 def test_eager_calls_compile_once() -> None:
     mesh = make_mesh("data")
     run = layer(mesh, "data")
@@ -204,6 +255,7 @@ def test_shared_expert_has_a_spec_of_its_own() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mesh": ({"mesh": None}, ("mesh", "None")),
+    "transport": ({"transport": "pigeon"}, ("transport", "(raised by jax_ep.init)")),
     "axis": ({"axis_name": "ep"}, ("axis_name", "'ep'")),
     "fsdp_of_the_group": ({"fsdp_axis": "expert"}, ("fsdp_axis", "'expert'")),
     "fsdp_twice": ({"fsdp_axis": ("fsdp", "fsdp")}, ("fsdp_axis",)),
