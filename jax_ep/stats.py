@@ -26,6 +26,7 @@ each placement.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep._core import checks, handle
+from jax_ep._core import checks, errors, handle
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched
 from jax_ep._layers.moe import MoEAux
@@ -443,19 +444,35 @@ def heat_map(
 
     Raises:
         TypeError, ValueError: for the reasons of `summary`.
+        TypeError, ValueError: `path` is no such file name, or its folder cannot be
+            written to.
         ImportError: `path` is given and matplotlib is not installed.
     """
+    wrong = None if path is None else _unusable(path)
+    if wrong is not None and jax.process_count() == 1:
+        raise wrong
     view = _view(load, placement)
+    if wrong is not None:  # only now, because the other processes wait for this one
+        raise wrong
     if path is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "jax_ep.stats.heat_map: path must be None if matplotlib is not "
-                f"installed, got {path!r}; run pip install 'jax_ep[demo]'"
-            ) from error
         picture.save(view, path)
     return _load_view.text(view)
+
+
+def _unusable(path: Any) -> Exception | None:
+    """Returns why no picture can be written to `path`, or None."""
+    function, remedy = "stats.heat_map", "name another file, or leave path out"
+    if not isinstance(path, str | os.PathLike):
+        rule = "path must be a file name"
+        return errors.invalid(function, rule, repr(path), remedy, kind=TypeError)
+    if problem := picture.problem(os.fsdecode(path)):
+        return errors.invalid(function, f"path must be {problem}", repr(path), remedy)
+    if importlib.util.find_spec("matplotlib") is None:
+        return ImportError(
+            "jax_ep.stats.heat_map: path must be None if matplotlib is not "
+            f"installed, got {path!r}; run pip install 'jax_ep[demo]'"
+        )
+    return None
 
 
 def _view(load: Load, placement: Placement | None = None) -> _load_view.View:

@@ -140,7 +140,8 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from jax_ep._cli.demo import corpus, devices, picture, run
+    from jax_ep._cli.demo import corpus, devices, run
+    from jax_ep._stats import picture
 
     # Checked now rather than after a minute of training.
     if not args.no_plot and (problem := picture.problem(args.out)):

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from jax_ep._core.calls import meant
+
 LABEL = 12  # columns for the label of a finding
 NBSP = "\N{NO-BREAK SPACE}"  # printed as a space, but lines do not break at it
 _WIDEST = 100  # longer lines are hard to read
@@ -169,6 +171,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         """Takes the arguments of argparse's parser."""
         options.setdefault("formatter_class", HelpFormatter)
+        # An option that is cut short would become ambiguous with the next new one.
+        options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -177,7 +181,10 @@ class Parser(argparse.ArgumentParser):
         """Rejects unknown arguments here; the main parser would print its own usage."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            names = [word.partition("=")[0] for word in unknown if word[:1] == "-"]
+            near = meant(names, [*self._option_string_actions])
+            told = f"unrecognized arguments: {' '.join(unknown)}"
+            self.error("; ".join(filter(None, [told, near])))
         return known, unknown
 
     def error(self, message: str) -> NoReturn:

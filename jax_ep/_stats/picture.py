@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ep._stats import view as _load_view
 
+SUFFIXES = (".png", ".pdf", ".svg")
 INK, BLUE, ORANGE = "#333333", "#2a6fb0", "#d9661f"
 MAP = "RdBu_r"
 _IDLE = "#8c8c8c"
@@ -17,6 +18,18 @@ _WIDTH = 9.0  # inches, with _DPI pixels each
 _LABEL = 2.2  # inches that the label of the colour bar needs
 _DPI = 140
 _MOST_TICKS = 16
+
+
+def problem(path: str) -> str | None:
+    """Returns what `path` fails to be for a picture, or None if it is fine."""
+    if not path.lower().endswith(SUFFIXES):
+        return f"a file name in one of {', '.join(SUFFIXES)}"
+    try:
+        folder = os.path.dirname(os.path.abspath(path))
+        fits = os.access(folder, os.W_OK) and not os.path.isdir(path)
+    except ValueError:  # a null character
+        fits = False
+    return None if fits else "in a folder that can be written to"
 
 
 def scale() -> Any:

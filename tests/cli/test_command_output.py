@@ -114,6 +114,17 @@ def test_unknown_arguments_are_of_the_subcommand(command, capsys):
     assert f"jax-ep {command}: error: unrecognized arguments: --bogus" in said
 
 
+def test_misspelt_and_shortened_options_are_named(capsys):
+    """`--step 5` would train, and mean something else once there is a --step-size."""
+    for given, near in (("--step", "--steps"), ("--quik", "--quick")):
+        with pytest.raises(SystemExit) as left:
+            main.main(["demo", given])
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        words = f"unrecognized arguments: {given}; did you mean {near}?"
+        assert words in said
+
+
 def test_without_arguments_the_help_is_shown(capsys):
     with pytest.raises(SystemExit) as left:
         main.main([])

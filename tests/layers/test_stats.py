@@ -20,6 +20,7 @@ from jax_ep import stats
 from jax_ep._stats import picture as _load_picture
 from jax_ep._stats.layout import Layout
 from support import helpers
+from support.errors import check_form, raises
 from support.loads import EXPERTS, ROWS, STEPS, check_numbers, make, placed, step
 
 
@@ -235,6 +236,31 @@ def test_text_names_global_ids_in_80_columns(experts, ranks):
             each = -(-experts // len(shades))
             assert shades.index("@") == hot // each
             assert rest.split()[0] == f"{hot},"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("load.bmp", "path must be a file name in one of .png"),
+        ("no/load.png", "path must be in a folder that can be written to"),
+        (5, "path must be a file name, got 5"),
+    ],
+)
+def test_paths_are_checked_before_the_load_is_read(path, words, tmp_path):
+    """Except in a job of several processes, which wait for each other's parts."""
+    given = tmp_path / path if isinstance(path, str) else path
+    load = a_load(4, 2, 1)
+    with raises() as caught:
+        stats.heat_map({}, given)
+    check_form(caught, "stats.heat_map", words)
+    with pytest.MonkeyPatch.context() as patch:
+        read = []
+        patch.setattr(jax, "process_count", lambda: 2)
+        patch.setattr(stats, "_view", lambda *given: read.append(given))
+        with raises() as caught:
+            stats.heat_map(load, given)
+        assert read
+    check_form(caught, "stats.heat_map", words)
 
 
 def test_heat_map_as_text():

@@ -132,9 +132,10 @@ def _compare_files(paths: list[str], tolerance: float) -> int:
 def _check_paths(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Checks the output files now, not after minutes of measuring."""
     from jax_ep._cli.demo import picture
+    from jax_ep._stats.picture import problem as picture_problem
 
     if args.plot is not None:
-        if problem := picture.problem(args.plot) or file_problem(args.plot):
+        if problem := picture_problem(args.plot) or file_problem(args.plot):
             parser.error(f"--plot must be {problem}, got {args.plot!r}; name another")
         if not picture.available():
             parser.error(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,22 +11,12 @@ import numpy as np
 from jax_ep._stats import picture
 from jax_ep._stats.picture import BLUE, INK, ORANGE
 
-SUFFIXES = (".png", ".pdf", ".svg")
 _GREEN = "#2e8b57"
 
 
 def available() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def problem(path: str) -> str | None:
-    """Returns what `path` fails to be for a picture, or None if it is fine."""
-    if not path.lower().endswith(SUFFIXES):
-        return f"a file name in one of {', '.join(SUFFIXES)}"
-    if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-        return "in a folder that can be written to"
-    return None
 
 
 def save(
@@ -41,7 +30,7 @@ def save(
     """Draws and writes the picture; steps count from 1.
 
     Args:
-        path: file to write, with one of SUFFIXES.
+        path: file to write, with one of `jax_ep._stats.picture.SUFFIXES`.
         title: title of the whole picture.
         losses: loss of every step.
         dense_losses: losses of the first steps, computed densely.
