@@ -196,7 +196,9 @@ class MoE(nnx.Module):
                 # In a stack it depends on the transformation whether the metadata has
                 # the dimension of the layers.
                 matrix: Any = getattr(trained, name.removesuffix("_scales"))
-                made.set_metadata(out_sharding=matrix.get_metadata()["out_sharding"])
+                given = matrix.get_metadata().get("out_sharding") or ()
+                front = given[: max(len(given) - len(spec), 0)]
+                made.set_metadata(out_sharding=(*front, *spec))
             # An attribute that was None is static for Flax until nnx.data marks it.
             return nnx.data(made)
 
