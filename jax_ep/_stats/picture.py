@@ -29,7 +29,7 @@ def problem(path: str) -> str | None:
         fits = os.access(folder, os.W_OK) and not os.path.isdir(path)
     except ValueError:  # a null character
         fits = False
-    return None if fits else "in a folder that can be written to"
+    return None if fits else "a file in a folder that can be written to"
 
 
 def scale() -> Any:

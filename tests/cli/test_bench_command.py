@@ -103,7 +103,7 @@ def test_compare_of_unlike_runs_fails(tmp_path, capsys, name, values):
         (["--json", "/proc/run.json"], "--json must be a file in a folder"),
         (["--plot", "run.gif"], "--plot must be a file name in one of .png"),
         (["--plot", ""], "--plot must be a file name in one of .png"),
-        (["--plot", "none/run.svg"], "--plot must be in a folder"),
+        (["--plot", "none/run.svg"], "--plot must be a file in a folder"),
         (["--plot", "folder.svg"], "--plot must be a file in a folder"),
         (["--plot", "/proc/run.svg"], "--plot must be a file in a folder"),
     ],

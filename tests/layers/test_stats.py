@@ -242,7 +242,7 @@ def test_text_names_global_ids_in_80_columns(experts, ranks):
     ("path", "words"),
     [
         ("load.bmp", "path must be a file name in one of .png"),
-        ("no/load.png", "path must be in a folder that can be written to"),
+        ("no/load.png", "path must be a file in a folder that can be"),
         (5, "path must be a file name, got 5"),
     ],
 )
