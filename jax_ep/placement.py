@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -26,18 +25,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_ep._core import checks, errors
+from jax_ep._core import checks, errors, pytrees
 from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._placement import moving, packing
 
 Tree = TypeVar("Tree")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("expert_of", "places", "offsets"),
-    meta_fields=(),
-)
+@pytrees.register()
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """Which expert each place holds; P places of E experts, P / R of them per rank.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_ep._core import calls, checks, errors
+from jax_ep._core import calls, checks, errors, pytrees
 from jax_ep._core.arrays import as_array
 from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
@@ -93,11 +93,7 @@ class Router:
         )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("ids", "weights", "logits", "probabilities", "loss"),
-    meta_fields=(),
-)
+@pytrees.register()
 @dataclasses.dataclass(frozen=True)
 class Routing:
     """A router's decision for n tokens.
@@ -286,11 +282,7 @@ def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
     return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(n, experts)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("balance_loss", "z_loss", "load"),
-    meta_fields=(),
-)
+@pytrees.register()
 @dataclasses.dataclass(frozen=True)
 class Losses:
     """Losses and load of a whole batch.

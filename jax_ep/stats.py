@@ -30,7 +30,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep._core import checks, errors, handle
+from jax_ep._core import checks, errors, handle, pytrees
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched
 from jax_ep._layers.moe import MoEAux
@@ -50,20 +49,7 @@ from jax_ep._stats.layout import Layout
 from jax_ep.placement import Placement
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "rows",
-        "dropped",
-        "steps",
-        "imbalance",
-        "worst",
-        "fullest",
-        "invalid",
-        "place",
-    ),
-    meta_fields=("layout",),
-)
+@pytrees.register(static=("layout",), records={"layout": Layout})
 @dataclasses.dataclass(frozen=True)
 class Load:
     """Sums over steps for each rank; the ranks are stacked on dimension 0.

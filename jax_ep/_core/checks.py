@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jax_ep import formats
-from jax_ep._core import errors
+from jax_ep._core import errors, pytrees
 from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -198,7 +198,7 @@ def require_route(function: str, ep: EPHandle, route: Any) -> Route:
             function,
             f"route must come from a dispatch of the same ep, {ep.key:#x}",
             f"a route of handle {route.key:#x}",
-            "pass the ep that dispatched",
+            f"pass the ep that dispatched ({pytrees.SAME_HANDLE})",
             operand="route",
         )
     for field in dataclasses.fields(route):

@@ -7,32 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import jax
 
+from jax_ep._core import pytrees
 from jax_ep._core.literals import Dtype, Format, ScaleLayout
-
-_pytree = jax.tree_util.register_dataclass
 
 STATIC_FIELDS = ("format", "rows_dtype", "scale_layout")  # of Dispatched
 
 
-@partial(
-    _pytree,
-    data_fields=(
-        "slot_of",
-        "row_of",
-        "row_slot",
-        "slot_counts",
-        "row_offsets",
-        "expert_counts",
-        "src_info",
-        "num_dropped",
-        "num_invalid",
-    ),
-    meta_fields=("key",),
-)
+@pytrees.register(static=("key",))
 @dataclasses.dataclass(frozen=True)
 class Route:
     """Records where every token went; combine and gradients need it. Opaque to users.
@@ -68,26 +52,7 @@ class Route:
     key: int
 
 
-@partial(
-    _pytree,
-    data_fields=(
-        "tokens",
-        "scales",
-        "row_offsets",
-        "group_sizes",
-        "expert_counts",
-        "expert_ids",
-        "src_info",
-        "router_weights",
-        "num_dropped",
-        "num_invalid",
-        "route",
-        "grad_port",
-        "scales_offsets",
-        "input_scale",
-    ),
-    meta_fields=STATIC_FIELDS,
-)
+@pytrees.register(static=STATIC_FIELDS)
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
     """The rows that one rank received, grouped by local expert.

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep._core import pytrees
 from jax_ep._core.literals import WeightFormat
 from jax_ep._experts import four_bits
 
@@ -53,11 +53,7 @@ CANONICAL = ("gate_up", "gate_up_scales", "down", "down_scales")
 TURNED = ("gate_up_turned", "down_turned")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(*CANONICAL, *TURNED),
-    meta_fields=("format",),
-)
+@pytrees.register(static=("format",))
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
     """The weights of L experts as codes and scales, a pytree of arrays.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_ep import experts as _experts
 from jax_ep import placement as placements
 from jax_ep import router as routers
-from jax_ep._core import calls, checks, traces
+from jax_ep._core import calls, checks, pytrees, traces
 from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
@@ -26,19 +25,7 @@ from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "balance_loss",
-        "z_loss",
-        "load",
-        "expert_counts",
-        "num_dropped",
-        "num_invalid",
-        "place",
-    ),
-    meta_fields=(),
-)
+@pytrees.register()
 @dataclasses.dataclass(frozen=True)
 class MoEAux:
     """Losses and statistics that a layer returns with its result.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_ep._core import checks, errors, handle, traces
+from jax_ep._core import checks, errors, handle, pytrees, traces
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import CallKind
 from jax_ep._ops.ordering import batch_error
@@ -151,8 +151,9 @@ def handle_of(function: str, kind: CallKind, pending: Pending) -> EPHandle:
     if ep is None:
         raise errors.unusable(
             function,
-            "the handle of this Pending no longer exists",
-            "keep a reference to the handle until the wait",
+            f"this process has no handle {pending.key:#x}, which made this Pending",
+            "keep a reference to the handle until the wait; of a saved Pending, "
+            f"{pytrees.SAME_HANDLE}",
         )
     checks.require_open(function, ep)
     return ep
@@ -176,3 +177,4 @@ def _unflatten(static: tuple[CallKind, int], children: Iterable[Any]) -> Pending
 jax.tree_util.register_pytree_with_keys(
     Pending, _flatten_with_keys, _unflatten, _flatten
 )
+pytrees.serialisable(Pending, arrays=("held", "ports"), static=("kind", "key"))

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep import formats
+from jax_ep._core import pytrees
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
@@ -92,6 +93,10 @@ class SumInputs(NamedTuple):
     residual: jax.Array | None
     shared_rows: jax.Array | None
     shared_part: jax.Array | None
+
+
+# A `Pending` of a combine has one.
+pytrees.serialisable(SumInputs, arrays=SumInputs._fields)
 
 
 class Wire(NamedTuple):

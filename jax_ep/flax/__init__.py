@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import jax
@@ -12,13 +13,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 try:
-    from flax import nnx
+    from flax import nnx, serialization
 except ModuleNotFoundError as _error:
     raise ImportError(
         "jax_ep.flax: Flax is not installed; run pip install 'jax_ep[flax]'"
     ) from _error
 
 from jax_ep._core import calls as _calls
+from jax_ep._core import pytrees
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Format, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
@@ -34,6 +36,16 @@ if TYPE_CHECKING:
     from jax_ep.flax import linen as linen
 
 __all__ = ["Codes", "MoE", "RouterBias"]
+
+for _class in pytrees.classes():
+    # Flax has a way of its own for all NamedTuples.
+    if not issubclass(_class, tuple):
+        serialization.register_serialization_state(
+            _class,
+            partial(pytrees.to_state, convert=serialization.to_state_dict),
+            partial(pytrees.from_state, convert=serialization.from_state_dict),
+            override=True,
+        )
 
 
 class RouterBias(nnx.Variable):

@@ -44,7 +44,10 @@ RUN = {
     ("docs/placement.md", "python"): 3,
     ("docs/recipes.md", "python"): 9,
     ("docs/reliability.md", "python"): 1,
-    ("docs/sharp_bits.md", "python"): 4,  # here, test_export.py, test_remat.py
+    (
+        "docs/sharp_bits.md",
+        "python",
+    ): 5,  # and test_export, test_remat, test_saved_pytrees
     ("docs/start.md", "bash"): 1,  # test_doctor.py
     ("docs/start.md", "python"): 3,
 }

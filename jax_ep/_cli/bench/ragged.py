@@ -26,15 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep._core import pytrees
+
 UPDATES = ("rank", "expert")
 Exchange = Callable[..., jax.Array]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("order", "place_of", "there", "back", "grouped", "arrived"),
-    meta_fields=(),
-)
+@pytrees.register()
 @dataclasses.dataclass
 class Way:
     """What combine needs of a dispatch.
