@@ -1,17 +1,29 @@
-"""Writes jax_ep/_native/tables.pyi from the native tables; --check only compares.
+"""Writes jax_ep/_native/tables.pyi and expected.py; --check only compares.
 
-Type checkers read that file in place of tables.py, whose NamedTuples exist at run time
-alone: for each target it has one of the results, and the arguments of `call`.
+Both are made from the native tables. Type checkers read tables.pyi in place of
+tables.py, whose NamedTuples exist at run time alone: for each target it has one of the
+results, and the arguments of `call`. expected.py has the fingerprints of the native
+modules that this Python code is for.
 """
 
+import ast
 import dataclasses
 import inspect
 import pathlib
 import sys
+import types
 
-from jax_ep._native import tables
+# Otherwise jax_ep would refuse a module whose fingerprint is not written yet.
+if __name__ == "__main__":
+    _none = types.SimpleNamespace(FINGERPRINTS={})
+    sys.modules["jax_ep._native.expected"] = _none  # type: ignore[assignment]
 
-STUB = pathlib.Path(__file__).resolve().parent.parent / "jax_ep/_native/tables.pyi"
+from jax_ep._native import fingerprint, tables
+from jax_ep._native.loader import cpu
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jax_ep"
+STUB = PACKAGE / "_native/tables.pyi"
+EXPECTED = PACKAGE / "_native/expected.py"
 TYPES = {"int64": "int", "float32": "float", "bool": "bool", "string": "str"}
 HEAD = """# Written by .ci/table_stubs.py.
 import dataclasses
@@ -116,12 +128,45 @@ def stub() -> str:
     return "\n\n".join([HEAD.rstrip(), *parts]) + "\n\n" + "\n".join(functions) + "\n"
 
 
+def names_of(module: str) -> list[str]:
+    """Returns the names that a native module's stub lists."""
+    found = []
+    for node in ast.parse((PACKAGE / f"{module}.pyi").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.append(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            found.append(ast.unparse(node.target))
+    return found
+
+
+def fingerprints() -> str:
+    """Returns the text of expected.py."""
+    # The modules of CUDA may not be here, but their tables are those of the CPU's.
+    found = {
+        "_native_cpu": (cpu.operand_tables(), cpu.formats()),
+        "_native_cuda": (cpu.operand_tables(), None),
+        "_native_shmem": (None, None),
+    }
+    lines = [
+        f'    "{name}": "{fingerprint.made_of(names_of(name), *parts)}",'
+        for name, parts in found.items()
+    ]
+    head = [
+        "# Written by .ci/table_stubs.py.",
+        '"""The fingerprints of the native modules that this Python code is for."""',
+        "",
+        "FINGERPRINTS = {",
+    ]
+    return "\n".join([*head, *lines, "}"]) + "\n"
+
+
 def main() -> None:
-    """Writes the file for type checkers, or compares it with --check."""
-    if "--check" not in sys.argv:
-        STUB.write_text(stub())
-    elif STUB.read_text() != stub():
-        sys.exit("jax_ep/_native/tables.pyi is stale; run python .ci/table_stubs.py")
+    """Writes the files, or compares them with --check."""
+    for path, text in ((STUB, stub()), (EXPECTED, fingerprints())):
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif path.read_text() != text:
+            sys.exit(f"{path} is stale; run python .ci/table_stubs.py")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_ep._native.loader import cpu as native
 from jax_ep._native.loader import cuda as native_cuda
+from jax_ep._native.loader import plugin_problem
 from jax_ep._native.plugins import wanted_extra
 
 
@@ -49,12 +50,12 @@ def native_for(platform: str) -> ModuleType:
         return native
     if platform in ("gpu", "cuda") and native_cuda is not None:
         return native_cuda
-    remedy = (
-        f'no CUDA module is installed; run pip install "jax_ep[{wanted_extra()}]", or '
-        "put nvcc on PATH or in CUDA_HOME and reinstall jax_ep from source"
-        if platform in ("gpu", "cuda")
-        else "use a mesh of CPU or NVIDIA GPU devices"
-    )
+    remedy = "use a mesh of CPU or NVIDIA GPU devices"
+    if platform in ("gpu", "cuda"):
+        remedy = plugin_problem or (
+            f'no CUDA module is installed; run pip install "jax_ep[{wanted_extra()}]", '
+            "or put nvcc on PATH or in CUDA_HOME and reinstall jax_ep from source"
+        )
     raise ValueError(
         "jax_ep.init: the mesh's devices must be of a platform that this build serves, "
         f"got {platform!r}; {remedy}"

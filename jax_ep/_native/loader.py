@@ -2,18 +2,27 @@
 
 `cuda` and `shmem()` come from this package if its build had a CUDA compiler (and the
 headers of NVSHMEM), else from a plugin. `plugin` is the plugin that was loaded, or
-None. `plugin_problem` says what is wrong with the installed plugins, or is None.
+None. `plugin_problem` says what is wrong with the installed plugins or with a CUDA
+module of this package, or is None; `shmem_problem()` says so of `shmem()`. A module for
+GPUs that does not load must not keep `import jax_ep` from working on CPUs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jax_ep._native import plugins
+from jax_ep._native import fingerprint, plugins
+
+# For a module of this package that does not fit it.
+_REBUILD = (
+    "run pip install . in the repository again, or pip install --force-reinstall "
+    f"jax_ep=={sys.modules['jax_ep'].__version__}"
+)
 
 
 def _extend_to_installed() -> bool:
@@ -52,6 +61,9 @@ def _load_cpu() -> ModuleType:
             "jax_ep: the native module must be built, got the bare sources; run "
             "pip install . in the repository (again after its version changed)"
         )
+    mismatch = fingerprint.mismatch(module)
+    if mismatch is not None:
+        raise ImportError(f"jax_ep: the native module {mismatch}; {_REBUILD}")
     return module
 
 
@@ -63,18 +75,41 @@ else:
 
 def _load_cuda() -> tuple[ModuleType | None, plugins.Plugin | None, str | None]:
     """Returns `cuda`, `plugin` and `plugin_problem`."""
-    own = _load("_native_cuda")
+    own, problem = _of_gpus("_native_cuda", "jax_ep")
+    if problem is not None:
+        unserved = "so it is not loaded and GPUs are not served"
+        return None, None, f"the CUDA module {problem}, {unserved}; {_REBUILD}"
     if own is not None:
         return own, None, None
     version = sys.modules["jax_ep"].__version__
     plugin, problem = plugins.choose(plugins.installed(), version)
     if plugin is None:
         return None, None, problem
-    try:
-        module = importlib.import_module(f"{plugin.package}._native_cuda")
+    module, wrong = _of_gpus("_native_cuda", plugin.package)
+    if module is not None:
         return module, plugin, problem
-    except ImportError as error:
-        return None, None, f"plugin {plugin.name} does not load: {error}"
+    return None, None, plugins.unfit(plugin, wrong or "has no module _native_cuda")
+
+
+def _of_gpus(name: str, package: str) -> tuple[ModuleType | None, str | None]:
+    """Returns a module, or None and what is wrong with it, None if it is not there."""
+    full = f"{package}.{name}"
+    try:
+        module = importlib.import_module(full)
+        mismatch = fingerprint.mismatch(module)
+        if mismatch is not None:
+            return None, mismatch
+        if name == "_native_cuda":
+            module.targets()
+        return module, None
+    except Exception as error:  # whatever a foreign module raises
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (
+            full,
+            package,
+        )
+        if missing:
+            return None, None
+        return None, f"does not load ({type(error).__name__}: {error})"
 
 
 cuda, plugin, plugin_problem = _load_cuda()
@@ -84,4 +119,18 @@ if plugin_problem is not None:
 
 def shmem() -> ModuleType | None:
     """The module of transport shmem, or None if this installation has none."""
-    return _load("_native_shmem", plugin.package if plugin else "jax_ep")
+    return _shmem()[0]
+
+
+def shmem_problem() -> str | None:
+    """What is wrong with the installed module of transport shmem, or None."""
+    problem = _shmem()[1]
+    if problem is None:
+        return None
+    remedy = _REBUILD if plugin is None else plugins.reinstall(plugin)
+    return f"_native_shmem {problem}; {remedy}"
+
+
+@functools.cache
+def _shmem() -> tuple[ModuleType | None, str | None]:
+    return _of_gpus("_native_shmem", plugin.package if plugin else "jax_ep")

@@ -1,8 +1,8 @@
 """Plugins: packages with the CUDA modules, as the extra jax_ep[cuda13] installs them.
 
 Each announces its package with an entry point of group "jax_ep.plugins", named after
-the extra. jax_ep loads only a plugin of its own version, because the modules share the
-layout of windows and the attributes of calls.
+the extra. jax_ep loads only a plugin of its own version and commit, because the modules
+share the layout of windows and the attributes of calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GROUP = "jax_ep.plugins"
 
@@ -34,11 +34,36 @@ class Plugin(NamedTuple):
 def installed() -> list[Plugin]:
     """Returns the installed plugins, those for newer CUDA first."""
     found = {
-        Plugin(point.name, point.value, point.dist.name, point.dist.version)
+        Plugin(point.name, point.value, *_named(point))
         for point in importlib.metadata.entry_points(group=GROUP)
         if point.dist is not None
     }
     return sorted(found, reverse=True)
+
+
+def _named(point: Any) -> tuple[str, str]:
+    """Returns the name and version of a plugin, also of one without metadata."""
+    try:
+        name, version = point.dist.name, point.dist.version
+    except Exception:  # an unfinished pip leaves files out, which has no one type
+        name = version = None
+    return name or point.value.replace("_", "-"), version or "unknown"
+
+
+def reinstall(plugin: Plugin) -> str:
+    """Returns what to do about a plugin that does not fit."""
+    return (
+        f'run pip install --force-reinstall "jax_ep[{plugin.extra}]=={plugin.version}",'
+        f" or pip install . plugins/{plugin.extra} in the repository"
+    )
+
+
+def unfit(plugin: Plugin, problem: str) -> str:
+    """Returns the sentence on a plugin that is of this version, but does not load."""
+    return (
+        f"plugin {plugin.name} {problem}, so it is not loaded and GPUs are not served; "
+        + reinstall(plugin)
+    )
 
 
 def wanted_extra() -> str:

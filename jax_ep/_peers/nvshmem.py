@@ -76,7 +76,7 @@ class Heap:
             return None, (
                 "jax_ep's plugin for CUDA, or a build from source with NVSHMEM's "
                 f"headers (pip install {PACKAGE} before it)",
-                "neither",
+                loader.shmem_problem() or "neither",
             )
         why = ""
         for path in candidates():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import re
+import runpy
 import sys
 import tomllib
 import types
@@ -11,7 +13,7 @@ import pytest
 
 import jax_ep
 from jax_ep._cli.doctor import advice, findings
-from jax_ep._native import ffi, loader, plugins
+from jax_ep._native import expected, ffi, fingerprint, loader, plugins
 from support import ROOT, helpers
 from support.launch import run_to_end
 
@@ -53,14 +55,19 @@ def test_choice(found, chosen, words, monkeypatch) -> None:
     assert all(word in problem for word in words)
 
 
-def install(folder: pathlib.Path, one: plugins.Plugin, module: str) -> None:
-    """Installs a plugin like pip, with Python code in place of the native module."""
+def install(
+    folder: pathlib.Path, one: plugins.Plugin, module: str | None, shmem: str = ""
+) -> None:
+    """Installs a plugin like pip, with Python code in place of the native modules."""
     (folder / one.package).mkdir()
     (folder / one.package / "__init__.py").touch()
-    (folder / one.package / "_native_cuda.py").write_text(module)
+    for name, text in (("_native_cuda", module), ("_native_shmem", shmem)):
+        if text:
+            (folder / one.package / f"{name}.py").write_text(text)
     told = folder / f"{one.package}-{one.version}.dist-info"
     told.mkdir()
-    (told / "METADATA").write_text(f"Name: {one.name}\nVersion: {one.version}\n")
+    if one.version:
+        (told / "METADATA").write_text(f"Name: {one.name}\nVersion: {one.version}\n")
     entry = f"[{plugins.GROUP}]\n{one.extra} = {one.package}\n"
     (told / "entry_points.txt").write_text(entry)
 
@@ -69,16 +76,28 @@ LOADED = """
 import jax_ep
 from jax_ep._native import loader
 print(loader.cuda and loader.cuda.__name__, loader.shmem())
+print(loader.shmem_problem())
 """
+# A module with the names and the tables of this commit's.
+NAMES = re.findall(
+    r"^(?:def )?(\w+)[(:]",
+    (ROOT / "jax_ep/_native_cuda.pyi").read_text(),
+    re.MULTILINE,
+)
+FITTING = f"""
+from jax_ep._native_cpu import operand_tables
+{" = ".join(name for name in NAMES if name != "operand_tables")} = lambda: {{}}
+"""
+SAME_COMMIT = "must be of the same commit"
 
 
 @pytest.mark.skipif(loader.plugin is not None, reason="a plugin is installed")
 @pytest.mark.parametrize(
     ("version", "module", "loaded", "told"),
     [
-        (VERSION, "def targets(): return {}", True, ""),
-        (OTHER, "def targets(): return {}", False, f"got {OTHER}, so it is not loaded"),
-        (VERSION, "raise ImportError('no lib.so')", False, "does not load: no lib.so"),
+        (VERSION, FITTING, True, ""),
+        (OTHER, FITTING, False, f"got {OTHER}, so it is not loaded"),
+        (VERSION, "raise OSError('no driver')", False, "(OSError: no driver)"),
     ],
 )
 def test_import_loads_it_or_says_why_not(
@@ -87,25 +106,118 @@ def test_import_loads_it_or_says_why_not(
     if loader.cuda is not None:
         pytest.skip("this build has CUDA modules of its own, which come first")
     install(tmp_path, plugin(13, version), module)
-    here = str(pathlib.Path(jax_ep.__file__).parent.parent)
-    program = f"import sys; sys.path += [{here!r}, {str(tmp_path)!r}]\n{LOADED}"
-    done = run_to_end([sys.executable, "-P", "-c", program])
-    assert done.returncode == 0, done.stderr
+    out, err = run_with(tmp_path)
     name = "jax_ep_cuda13_plugin._native_cuda" if loaded else "None"
-    assert done.stdout.split() == [name, "None"]
-    warned = [line for line in done.stderr.splitlines() if "RuntimeWarning" in line]
+    assert out.split() == [name, "None", "None"]
+    warned = [line for line in err.splitlines() if "RuntimeWarning" in line]
     assert len(warned) == bool(told)
     assert all(f"jax_ep: plugin {plugin(13).name} " in line for line in warned)
-    assert told in done.stderr
+    assert all("; run pip install " in line for line in warned)
+    assert told in err
+
+
+@pytest.mark.skipif(loader.cuda is not None, reason="has CUDA modules already")
+@pytest.mark.parametrize(
+    ("version", "module", "told"),
+    [
+        (VERSION, FITTING, None),
+        (VERSION, "raise ImportError('no lib.so')", "(ImportError: no lib.so)"),
+        (VERSION, "import gone", "does not load (ModuleNotFoundError"),
+        (VERSION, "1 / 0", "does not load (ZeroDivisionError"),
+        (VERSION, FITTING + "def targets(): 1 / 0", "(ZeroDivisionError"),
+        (VERSION, FITTING + "del targets", SAME_COMMIT),
+        (VERSION, FITTING + "def more(): 0", SAME_COMMIT),
+        (VERSION, FITTING + "def operand_tables(): return {}", SAME_COMMIT),
+        (VERSION, None, "has no module _native_cuda"),
+        (None, FITTING, "got unknown, so it is not loaded"),
+    ],
+)
+def test_modules_that_do_not_fit(version, module, told, tmp_path, monkeypatch) -> None:
+    install(tmp_path, plugin(13, version), module)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("", "._native_cuda")
+    try:
+        found, used, problem = loader._load_cuda()
+    finally:
+        for name in names:
+            sys.modules.pop(f"jax_ep_cuda13_plugin{name}", None)
+    assert (found is None) == (used is None) == bool(told)
+    assert bool(problem) == bool(told)
+    if told:
+        assert told in problem
+        assert "; run pip install " in problem
+
+
+def run_with(folder: pathlib.Path) -> tuple[str, str]:
+    """Output of `LOADED` where the plugins of a folder are installed."""
+    here = str(pathlib.Path(jax_ep.__file__).parent.parent)
+    program = f"import sys; sys.path += [{here!r}, {str(folder)!r}]\n{LOADED}"
+    done = run_to_end([sys.executable, "-P", "-c", program])
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.skipif(loader.plugin is not None, reason="a plugin is installed")
+def test_a_shmem_module_that_does_not_fit_is_left_out(tmp_path) -> None:
+    if loader.cuda is not None:
+        pytest.skip("this build has CUDA modules of its own, which come first")
+    install(tmp_path, plugin(13), FITTING, "def load(path): ...")
+    out, _ = run_with(tmp_path)
+    loaded, problem = out.splitlines()
+    assert loaded == "jax_ep_cuda13_plugin._native_cuda None"
+    assert problem.startswith(f"_native_shmem {SAME_COMMIT}")
+    assert '"jax_ep[cuda13]==' in problem
+
+
+def test_a_cpu_module_of_another_commit_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(expected.FINGERPRINTS, "_native_cpu", "0123456789ab")
+    found = fingerprint.of(loader.cpu)
+    with pytest.raises(ImportError, match=f"0123456789ab, got {found} .*; run pip in"):
+        loader._load_cpu()
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "shmem"])
+def test_loaded_modules_fit(name: str) -> None:
+    module = loader.shmem() if name == "shmem" else getattr(loader, name)
+    if module is None:
+        pytest.skip(f"nothing here has _native_{name}")
+    wanted = expected.FINGERPRINTS[f"_native_{name}"]
+    assert fingerprint.of(module) == wanted, "run .ci/table_stubs.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("cpu", ["ffi/cpu_module.cc", "ffi/module_common.h"]),
+        ("cuda", ["ffi/cuda_module.cc", "ffi/module_common.h"]),
+        ("shmem", ["shmem/module.cc"]),
+    ],
+)
+def test_stubs_list_the_names_of_the_modules(name: str, sources: list[str]) -> None:
+    """Fingerprints of modules that are not built here are made from their stubs."""
+    text = "".join((ROOT / "xla_ffi" / source).read_text() for source in sources)
+    names = set(re.findall(r"m\.(?:def|attr)\(\s*\"(\w+)\"", text))
+    stubs = runpy.run_path(str(ROOT / ".ci" / "table_stubs.py"))
+    assert set(stubs["names_of"](f"_native_{name}")) == names
+
+
+def test_handles_on_gpus_are_told_of_a_plugin_that_does_not_fit(monkeypatch) -> None:
+    problem = plugins.unfit(plugin(13), "does not load (OSError: no driver)")
+    monkeypatch.setattr(ffi, "native_cuda", None)
+    monkeypatch.setattr(ffi, "plugin_problem", problem)
+    with pytest.raises(ValueError, match=r"OSError: no driver.*; run pip install"):
+        ffi.native_for("gpu")
 
 
 def test_doctor_has_it_among_the_problems(monkeypatch) -> None:
     _, problem = plugins.choose([plugin(13, OTHER)], VERSION)
     monkeypatch.setattr(loader, "plugin_problem", problem)
+    shmem = "_native_shmem does not load (OSError: no lib.so); run pip install ."
+    monkeypatch.setattr(loader, "shmem_problem", lambda: shmem)
     monkeypatch.setattr(plugins, "installed", lambda: [plugin(13, OTHER)])
     monkeypatch.setattr(findings, "self_test", lambda *args: "passed")
     found = findings.silent_examine(helpers.make_config())
-    assert found["problems"] == [problem]
+    assert found["problems"] == [problem, shmem]
     assert found["versions"]["jax-ep-cuda13-plugin"] == OTHER
 
 

@@ -79,8 +79,8 @@ def examine(
     tests = [entry["test"] for entry in entries.values() if "test" in entry]
     found["problems"] = [text for text in tests if text != "passed"]
     found["advice"] = advice.advice(found, devices, config)
-    if loader.plugin_problem is not None:
-        found["problems"].insert(0, loader.plugin_problem)
+    of_modules = (loader.plugin_problem, loader.shmem_problem())
+    found["problems"][:0] = filter(None, of_modules)
     if problem is not None:
         found["problems"].insert(0, problem)
         found["advice"][:0] = filter(None, [backend_advice()])
