@@ -4,8 +4,8 @@
 
 Runs tests/workers/graph_worker.py on the GPUs present with XLA's scheduling mode
 CONCURRENT for CUDA graphs, which runs side by side what nothing orders: once as it is,
-with jax_ep chaining the calls of a program, and once with JAX_CHECK_TRACER_LEAKS, which
-turns chaining off (docs/sharp_bits.md, "Calls of one p2p handle"). Writes
+with jax_ep chaining the calls of a program (docs/sharp_bits.md, "Calls of one p2p
+handle"), and once "unchained". Writes
 benchmarks/results/concurrent-<gpu>x<n>-<date>.json. Exits 1 if the chained calls were
 not right. The outcome of the others is only recorded.
 """
@@ -24,18 +24,17 @@ FLAGS = (
     " --xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
 )
 WORKER = recording.ROOT / "tests" / "workers" / "graph_worker.py"
-UNCHAINED = {"JAX_CHECK_TRACER_LEAKS": "1"}
 
 
-def outcome(limit_s, **given):
+def outcome(limit_s, mode):
     """Runs the worker; returns its outcome "right", "wrong", "failed" or "no end"."""
     path = [str(recording.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | given | record_suite.SHARING_MEMORY
+    env = os.environ | record_suite.SHARING_MEMORY
     env |= {"XLA_FLAGS": FLAGS, "JAX_EP_TEST_TRANSPORT": "p2p"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     try:
         done = subprocess.run(
-            [sys.executable, str(WORKER), "open"],
+            [sys.executable, str(WORKER), mode],
             env=env,
             capture_output=True,
             text=True,
@@ -64,8 +63,8 @@ def main(arguments=None):
         count=found["count"],
         jax=found["jax"],
         flags=FLAGS,
-        chained=outcome(args.limit_s),
-        unchained=outcome(args.limit_s, **UNCHAINED),
+        chained=outcome(args.limit_s, "open"),
+        unchained=outcome(args.limit_s, "unchained"),
     )
     recording.write(recording.of("concurrent", made), made)
     for name in ("chained", "unchained"):

@@ -1,7 +1,7 @@
 """Finds out what JAX is tracing, from private names of JAX.
 
-If a JAX version renames one of them, jax_ep goes on without what it is for: calls are
-not ordered, or batches are not counted. `tests/tools/test_compatibility.py` then fails.
+If a JAX version renames one of them, batches may not be counted, and calls that must be
+ordered are refused (`lacking`). `tests/tools/test_compatibility.py` then fails.
 """
 
 from __future__ import annotations
@@ -63,6 +63,35 @@ def is_staging() -> bool:
     """Whether this thread traces a program that runs later, as inside `jax.jit`."""
     # Outside any trace no array is made, because a device may be stuck.
     return is_tracing() and isinstance(jnp.zeros(()), Tracer)
+
+
+def lacking() -> str | None:
+    """Returns what this JAX lacks to tell where calls are made, or None."""
+    if not hasattr(_core(), "take_current_trace"):
+        return "jax._src.core.take_current_trace"
+    if not hasattr(_batching(), "BatchTrace"):
+        return "jax._src.interpreters.batching.BatchTrace"
+    trace = current_trace()
+    if shows_all_around(trace):
+        return None
+    outermost = [trace, *surrounding(trace)][-1]
+    # That of a derivative has one, but it is None.
+    kind = type(outermost).__name__
+    return None if hasattr(outermost, "parent_trace") else f"parent_trace of {kind}"
+
+
+def shows_all_around(trace: Any) -> bool:
+    """Whether `surrounding(trace)` goes all the way out."""
+    outermost = [trace, *surrounding(trace)][-1]
+    # Outside jit, shard_map begins at a trace of its own, without a parent.
+    return outermost == untraced_trace() or type(outermost).__name__ == "ShardMapTrace"
+
+
+def home(value: Any) -> Any:
+    """Returns the trace that `value` belongs to, below derivatives; None if to none."""
+    while hasattr(value, "primal"):
+        value = value.primal
+    return getattr(value, "_trace", None)
 
 
 def surrounding(trace: Any) -> list[Any]:

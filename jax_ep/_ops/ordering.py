@@ -5,6 +5,10 @@ one after the other. So every call has an operand `after` that its kernel does n
 a result of the handle's previous call. An optimization barrier would not do, because
 XLA orders launches only by buffers.
 
+A trace only uses tokens of its own, so the first call in the body of a scan comes after
+a constant. XLA runs such calls in the order of its main stream. Where it has more than
+that stream, calls that would rely on it are refused.
+
 An `OrderedCall` is a kind of call. It passes that operand, makes the calls of a batch
 one after the other, and has a derivative rule made of other such calls.
 """
@@ -13,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -34,6 +40,8 @@ Outcome = tuple[Any, Token]
 Static = TypeVar("Static")
 
 _CHECKS_LEAKS = "jax_check_tracer_leaks"
+# XLA's setting with which a CUDA graph runs side by side what no buffer orders.
+_CONCURRENT = "xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
 
 
 def in_order(ep: EPHandle) -> bool:
@@ -106,7 +114,8 @@ def _made(
     checks.require_open(call.function, ep)
     if not call.ordered(ep):
         return cast(Outcome, _rule(call, ep, static, args, ()))
-    after = _before(ep, call.like(args), given)
+    _require_traces(call.function, ep)
+    after = _before(call.function, ep, call.like(args), given)
     results, done = cast(Outcome, _rule(call, ep, static, args, after))
     _passed(ep, done)
     return results, done
@@ -208,34 +217,133 @@ def batch_error(function: str, ep: EPHandle, size: int) -> Exception:
     )
 
 
-def _before(ep: EPHandle, like: jax.Array, given: Token | None) -> Token:
+@dataclasses.dataclass
+class _Link:
+    """A trace in which, or inside which, the handle has made calls.
+
+    Attributes:
+        trace: () -> the trace, or None once it is gone.
+        token: () -> the last token of the trace, or None.
+        of_ranks: whether calls on the arrays of one rank were made in it.
+        inner: whether traces inside it have made calls after its last call.
+    """
+
+    trace: Callable[[], Any]
+    token: Callable[[], jax.Array | None]
+    of_ranks: bool
+    inner: bool
+
+
+def _require_traces(function: str, ep: EPHandle) -> None:
+    """Raises unless JAX says which trace a call is made in."""
+    lacks = traces.lacking()
+    if lacks is not None:
+        raise errors.unusable(
+            function,
+            f"calls on {ep.transport} must come one after the other, and this JAX, "
+            f"{jax.__version__}, lacks {lacks}, by which jax_ep orders them",
+            'init with transport="collective", or install a JAX that is supported '
+            "(docs/support.md)",
+        )
+
+
+def _before(function: str, ep: EPHandle, like: jax.Array, given: Token | None) -> Token:
     """Returns the token for the next call of `ep`, zeros if it is the first."""
     trace = traces.current_trace()
-    for where, token in _links(ep):
+    link = _link_of(ep, trace)
+    if link is not None and link.of_ranks:
+        token = link.token()
         # A call cannot vary over fewer axes than its operands.
-        if where is trace and varying(token) <= varying(like):
+        if token is not None and varying(token) <= varying(like):
+            if link.inner:
+                _require_one_stream(function, ep, _AFTER_INNER)
             _, after = checks.vary_together(ep, like, token)
             return (after,)
-    return given or (jax.lax.full_like(like, 0, dtype=jnp.int32, shape=(1,)),)
+        # Without a parent it is that of a shard_map outside jit, whose calls are
+        # programs of their own.
+        if token is None and hasattr(trace, "parent_trace"):
+            raise errors.unusable(
+                function,
+                f"calls on {ep.transport} must come one after the other, and under "
+                f"{_CHECKS_LEAKS} this trace has let go of the call before",
+                "trace without leak checks",
+            )
+    if given:
+        return given
+    first = jax.lax.full_like(like, 0, dtype=jnp.int32, shape=(1,))
+    # Calls in a derivative are made, and ordered, in the trace below it.
+    reason = _unordered(ep, traces.home(first), like)
+    if reason is not None:
+        _require_one_stream(function, ep, reason)
+    return (first,)
 
 
-def _passed(ep: EPHandle, done: Token) -> None:
+_AFTER_INNER = "an inner jit, loop, branch or checkpoint made a call before it"
+_IN_INNER = "it is in an inner jit, loop, branch or checkpoint, after a call outside"
+_FEWER_AXES = "its operands vary over fewer mesh axes than those of the call before it"
+
+
+def _unordered(ep: EPHandle, trace: Any, like: jax.Array) -> str | None:
+    """Returns why a first call in `trace` may come after calls that it cannot see."""
+    link = _link_of(ep, trace)
+    if link is not None:
+        token = link.token()
+        if token is not None and not varying(token) <= varying(like):
+            return _FEWER_AXES
+        return _AFTER_INNER if link.inner else None
+    around = traces.surrounding(trace)
+    outer = (_link_of(ep, each) for each in around)
+    return _IN_INNER if any(each and each.of_ranks for each in outer) else None
+
+
+def _require_one_stream(function: str, ep: EPHandle, reason: str) -> None:
+    """Raises if XLA may run at once two calls that no token orders."""
+    setting = None
+    if ep.config.overlap == "stream":
+        setting = 'overlap="stream"'
+    elif _CONCURRENT in os.environ.get("XLA_FLAGS", ""):
+        setting = f"--{_CONCURRENT}"
+    if setting is not None:
+        raise errors.unusable(
+            function,
+            f"with {setting} XLA may run this call beside another of the same handle, "
+            f"because {reason}",
+            "give one of the two a handle of its own (docs/sharp_bits.md, calls of one "
+            "p2p handle), or do without that setting",
+        )
+
+
+def _passed(ep: EPHandle, done: Token, of_ranks: bool = True) -> None:
     """Stores the token for the next call in this trace.
 
     This keeps the trace alive until the next call of this handle on this thread.
     """
     trace = traces.current_trace()
-    # JAX's leak checker would report the stored token.
-    leaks = getattr(jax.config, _CHECKS_LEAKS, False)
     (token,) = map(traces.unbatched, done)
-    if trace is None or leaks or token is None:
-        return
+    if token is None:
+        raise TypeError("jax_ep: the token of a call must not be batched")
+    made_here = traces.home(token) is trace
     links = _links(ep)
     # Only traces around this one go on. All others have ended, or belong to a
     # derivative, whose calls end up in this trace.
     around = traces.surrounding(trace)
-    links[:] = [link for link in links if any(link[0] is outer for outer in around)]
-    links.append((trace, token))
+    if traces.shows_all_around(trace):
+        kept = [k for k in links if any(k.trace() is outer for outer in around)]
+    else:
+        kept = [k for k in links if k.trace() not in (None, trace)]
+    if made_here:
+        known = [link.trace() for link in kept]
+        missing = [o for o in around if not any(o is trace for trace in known)]
+        kept += [_Link(weakref.ref(o), lambda: None, False, True) for o in missing]
+        for link in kept:
+            link.inner = True
+    links[:] = kept
+    if not getattr(jax.config, _CHECKS_LEAKS, False):
+        links.append(_Link(lambda: trace, lambda: token, of_ranks, False))
+    elif made_here:
+        # JAX would report a stored token. The equation keeps it as long as the trace.
+        jax.lax.optimization_barrier(token)
+        links.append(_Link(weakref.ref(trace), weakref.ref(token), of_ranks, False))
 
 
 def before_mapped(ep: EPHandle, parts: int) -> Token:
@@ -268,18 +376,23 @@ def mapped(ep: EPHandle, after: Token, call: Callable[[], Any]) -> tuple[Any, To
 def passed_mapped(ep: EPHandle, last: Token) -> None:
     """Stores the token that `mapped` returned, for calls after that `shard_map`."""
     if last:
-        _passed(ep, last)
+        _passed(ep, last, of_ranks=False)
 
 
 def _last(ep: EPHandle, otherwise: Token) -> Token:
     """Returns the last token of this trace."""
-    trace = traces.current_trace()
-    found = [token for where, token in _links(ep) if where is trace]
-    return (found[-1],) if found else otherwise
+    link = _link_of(ep, traces.current_trace())
+    token = link.token() if link else None
+    return otherwise if token is None else (token,)
 
 
-def _links(ep: EPHandle) -> list[tuple[Any, jax.Array]]:
-    """Returns (trace, last token in it) of this thread's traces, outermost first.
+def _link_of(ep: EPHandle, trace: Any) -> _Link | None:
+    """Returns the link of that trace, or None."""
+    return next((link for link in _links(ep) if link.trace() is trace), None)
+
+
+def _links(ep: EPHandle) -> list[_Link]:
+    """Returns the links of this thread's traces.
 
     A trace must only use tokens of its own. JAX caches what is traced inside it and
     reuses that elsewhere. A value of an outer trace would be a leak there.
