@@ -75,16 +75,26 @@ def lacking() -> str | None:
     if shows_all_around(trace):
         return None
     outermost = [trace, *surrounding(trace)][-1]
-    # That of a derivative has one, but it is None.
-    kind = type(outermost).__name__
-    return None if hasattr(outermost, "parent_trace") else f"parent_trace of {kind}"
+    for name in ("parent_trace", "frame"):
+        if not hasattr(outermost, name):
+            return f"{name} of {type(outermost).__name__}"
+    return None if hasattr(outermost.frame, "tracing_eqns") else "tracing_eqns"
 
 
 def shows_all_around(trace: Any) -> bool:
-    """Whether `surrounding(trace)` goes all the way out."""
+    """Whether `surrounding(trace)` goes all the way out.
+
+    Some traces, such as those of derivatives, do not know what is around them.
+    """
     outermost = [trace, *surrounding(trace)][-1]
     # Outside jit, shard_map begins at a trace of its own, without a parent.
     return outermost == untraced_trace() or type(outermost).__name__ == "ShardMapTrace"
+
+
+def is_open(trace: Any) -> bool:
+    """Whether a trace is that of a program with equations, to which more may come."""
+    # JAX empties the list when the trace ends.
+    return bool(getattr(getattr(trace, "frame", None), "tracing_eqns", None))
 
 
 def home(value: Any) -> Any:

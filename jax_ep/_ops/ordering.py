@@ -217,7 +217,7 @@ def batch_error(function: str, ep: EPHandle, size: int) -> Exception:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Link:
     """A trace in which, or inside which, the handle has made calls.
 
@@ -291,9 +291,8 @@ def _unordered(ep: EPHandle, trace: Any, like: jax.Array) -> str | None:
         if token is not None and not varying(token) <= varying(like):
             return _FEWER_AXES
         return _AFTER_INNER if link.inner else None
-    around = traces.surrounding(trace)
-    outer = (_link_of(ep, each) for each in around)
-    return _IN_INNER if any(each and each.of_ranks for each in outer) else None
+    outer = _links_around(ep, trace)
+    return _IN_INNER if any(link.of_ranks for link in outer) else None
 
 
 def _require_one_stream(function: str, ep: EPHandle, reason: str) -> None:
@@ -326,18 +325,14 @@ def _passed(ep: EPHandle, done: Token, of_ranks: bool = True) -> None:
     links = _links(ep)
     # Only traces around this one go on. All others have ended, or belong to a
     # derivative, whose calls end up in this trace.
-    around = traces.surrounding(trace)
-    if traces.shows_all_around(trace):
-        kept = [k for k in links if any(k.trace() is outer for outer in around)]
-    else:
-        kept = [k for k in links if k.trace() not in (None, trace)]
+    links[:] = _links_around(ep, trace)
     if made_here:
-        known = [link.trace() for link in kept]
-        missing = [o for o in around if not any(o is trace for trace in known)]
-        kept += [_Link(weakref.ref(o), lambda: None, False, True) for o in missing]
-        for link in kept:
+        known = [link.trace() for link in links]
+        for outer in traces.surrounding(trace):
+            if not any(outer is each for each in known):
+                links.append(_Link(weakref.ref(outer), lambda: None, False, True))
+        for link in links:
             link.inner = True
-    links[:] = kept
     if not getattr(jax.config, _CHECKS_LEAKS, False):
         links.append(_Link(lambda: trace, lambda: token, of_ranks, False))
     elif made_here:
@@ -389,6 +384,21 @@ def _last(ep: EPHandle, otherwise: Token) -> Token:
 def _link_of(ep: EPHandle, trace: Any) -> _Link | None:
     """Returns the link of that trace, or None."""
     return next((link for link in _links(ep) if link.trace() is trace), None)
+
+
+def _links_around(ep: EPHandle, trace: Any) -> list[_Link]:
+    """Returns the links of traces around `trace`."""
+    around = traces.surrounding(trace)
+    links = [(link, link.trace()) for link in _links(ep)]
+    found = [link for link, of in links if any(of is outer for outer in around)]
+    if traces.shows_all_around(trace):
+        return found
+    # All that are open on this thread are around this one.
+    return found + [
+        link
+        for link, of in links
+        if link not in found and of is not trace and traces.is_open(of)
+    ]
 
 
 def _links(ep: EPHandle) -> list[_Link]:
