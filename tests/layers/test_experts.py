@@ -274,7 +274,7 @@ def test_the_default_is_what_is_fast(dtype, obstacle, dense, wanted, monkeypatch
 
     monkeypatch.setattr(experts, "hopper_obstacle", obstacle_of)
     monkeypatch.setattr(experts, "ragged_dot_is_dense", is_dense)
-    for name, function in (("hopper", "_by_hopper"), ("ragged_dot", "ragged_dot")):
+    for name, function in (("hopper", "_by_hopper"), ("ragged_dot", "_by_products")):
         monkeypatch.setattr(experts, function, lambda *_, name=name, **__: name)
     args = operands((10, 0, 30), dtype)
     found = experts.auto(*args, jnp.ones(L, jnp.int32), device=device)

@@ -226,7 +226,9 @@ def test_remat_repeats_neither_exchanges_nor_products(monkeypatch):
 
     def counts(function):
         program = jax.make_jaxpr(jax.grad(function))(params, inputs()).jaxpr
-        return [count(program, name) for name in ("all_to_all", "ragged_dot")]
+        # On CPUs a grouped matmul is a loop.
+        products = count(program, "ragged_dot") + count(program, "while")
+        return [count(program, "all_to_all"), products]
 
     names = jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up")
     policy = jax.checkpoint_policies.save_from_both_policies(jax_ep.save_route, names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +119,7 @@ def test_no_call_without_rows():
     given = jnp.zeros((n, H), ep.config.dtype), jnp.ones(n, bool)
     text = str(jax.make_jaxpr(mapped)(params, *given))
     # Gate and up of the shared expert together, and down.
-    assert len(re.findall(r"= ragged_dot\w*\[", text)) == 2
+    assert text.count("name=by_rows") == 2
 
 
 def test_a_part_of_a_dispatch_is_consistent():
