@@ -23,9 +23,8 @@ from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
 from jax_ep._ops import router_choice
 
-# Lower bound for a sum of sigmoids that weights are divided by. If all of them
-# underflow, it keeps the quotient finite, and the derivative, which divides by the
-# square.
+# Scores whose sum is less are divided as powers of e, since they may underflow. For
+# such logits a sigmoid is e to the logit, within rounding.
 _LEAST_SUM = 1e-16
 
 
@@ -174,11 +173,11 @@ def route(
     # NaN logits of padding would reach derivatives even though their weights are 0.
     real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
     scores = _scores(router, real)
-    probabilities = scores if router.score == "softmax" else _shares(scores)
+    probabilities = scores if router.score == "softmax" else _shares(scores, real)
     if router_choice.has_kernel(experts, top_k, router.num_groups):
         ids, weights = _chosen_by_kernel(router, top_k, real, bias)
     else:
-        ids, weights = _chosen(router, top_k, scores, bias)
+        ids, weights = _chosen(router, top_k, scores, real, bias)
     if mask is not None:
         ids = jnp.where(mask[:, None], ids, -1)
         weights = jnp.where(mask[:, None], weights, 0.0)
@@ -190,7 +189,11 @@ def _scores(router: Router, logits: jax.Array) -> jax.Array:
 
 
 def _chosen(
-    router: Router, top_k: int, scores: jax.Array, bias: jax.Array | None
+    router: Router,
+    top_k: int,
+    scores: jax.Array,
+    logits: jax.Array,
+    bias: jax.Array | None,
 ) -> router_choice.Choice:
     """Returns ids and weights, in plain JAX."""
     wanted = jax.lax.stop_gradient(scores)
@@ -199,13 +202,15 @@ def _chosen(
     if router.top_groups < router.num_groups:
         wanted = _within_best_groups(router, wanted)
     ids = _best(wanted, top_k)
-    return ids, _weights(router, scores, ids)
+    return ids, _weights(router, scores, logits, ids)
 
 
-def _weights(router: Router, scores: jax.Array, ids: jax.Array) -> jax.Array:
+def _weights(
+    router: Router, scores: jax.Array, logits: jax.Array, ids: jax.Array
+) -> jax.Array:
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if _normalizes(router, ids.shape[-1]):
-        weights = _shares(weights)
+        weights = _shares(weights, jnp.take_along_axis(logits, ids, axis=-1))
     return weights * float(router.scale)
 
 
@@ -229,7 +234,7 @@ def _chosen_by_kernel(
     )
 
     def plain(logits: jax.Array, bias: jax.Array | None) -> router_choice.Choice:
-        return _chosen(router, top_k, _scores(router, logits), bias)
+        return _chosen(router, top_k, _scores(router, logits), logits, bias)
 
     fixed = jax.lax.stop_gradient((logits, bias))
     ids, weights = router_choice.on_gpus(kernel, plain, *fixed)
@@ -249,15 +254,24 @@ def _(router: Router, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
     _, ids, logits = primals
 
     def formula(logits: jax.Array) -> jax.Array:
-        return _weights(router, _scores(router, logits), ids)
+        return _weights(router, _scores(router, logits), logits, ids)
 
     _, tangent = jax.jvp(formula, (logits,), (tangents[2],))
     return _of_logits(router, *primals), tangent
 
 
-def _shares(scores: jax.Array) -> jax.Array:
+def _shares(scores: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns scores `[n, K]` of `logits` divided by their sum, however small it is."""
     total = jnp.sum(scores, axis=-1, keepdims=True)
-    return scores / jnp.maximum(total, _LEAST_SUM)
+    small = total < _LEAST_SUM
+    # Both sides must have finite derivatives, since 0 * NaN is NaN.
+    powers = jnp.where(small, logits, 0.0)
+    largest = jnp.max(powers, axis=-1, keepdims=True)
+    least = jnp.finfo(powers.dtype).min  # where all logits are -inf, all shares are 0
+    powers = jnp.exp(powers - jax.lax.stop_gradient(jnp.maximum(largest, least)))
+    sums = jnp.sum(powers, axis=-1, keepdims=True)
+    shares = scores / jnp.where(small, 1.0, total)
+    return jnp.where(small, powers / jnp.where(sums > 0, sums, 1.0), shares)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -322,9 +336,10 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     real = jnp.any(routing.ids >= 0, axis=-1).astype(jnp.float32)
     # one_hot of -1 is all zeros.
     chosen = jnp.sum(jax.nn.one_hot(routing.ids, experts, dtype=jnp.float32), (0, 1))
-    mass = real @ routing.probabilities
+    # No product of matrices, which JAX would round to the default precision.
+    mass = jnp.sum(real[:, None] * routing.probabilities, axis=0)
     logits = jnp.where(real[:, None] > 0, routing.logits, 0.0)  # padding may be NaN
-    z = real @ jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    z = jnp.sum(real * jnp.square(jax.nn.logsumexp(logits, axis=-1)))
     tokens = jnp.sum(real)
     sums = [chosen, mass, z, tokens]
     if routing.loss is not None:

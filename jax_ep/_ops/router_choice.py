@@ -66,8 +66,8 @@ def choose(
         num_groups: as in `Router`.
         top_groups: as in `Router`.
         best_of_group: as in `Router`.
-        least_sum: what weights are divided by if their sum is less; with 0 they are not
-            divided at all.
+        least_sum: weights are divided by their sum, and computed from logits if it is
+            less than this; with 0 they are not divided at all.
         scale: as in `Router`.
     """
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -102,6 +103,19 @@ std::vector<int64_t> Largest(const std::vector<float>& values, int64_t first, in
   return order;
 }
 
+// The shares of e to the logits of the chosen experts.
+std::vector<float> SharesOfPowers(const float* logits, const std::vector<int64_t>& chosen) {
+  float largest = -std::numeric_limits<float>::max();
+  for (const int64_t expert : chosen) largest = std::fmax(largest, logits[expert]);
+  std::vector<float> powers(kLanes);
+  for (size_t k = 0; k < chosen.size(); ++k) {
+    powers[k] = std::exp(Add(logits[chosen[k]], -largest));
+  }
+  const float sum = Sum(powers);
+  for (float& power : powers) power = Divide(power, sum > 0.0f ? sum : 1.0f);
+  return powers;
+}
+
 void CheckToken(const RouterStep& step, int64_t token) {
   const std::vector<float> scores = Scores(step, step.logits + token * step.experts);
   std::vector<float> wanted = scores;
@@ -129,11 +143,14 @@ void CheckToken(const RouterStep& step, int64_t token) {
   std::vector<float> weights(kLanes);
   for (size_t k = 0; k < chosen.size(); ++k) weights[k] = scores[static_cast<size_t>(chosen[k])];
   const float sum = Sum(weights);
+  if (step.least_sum > 0.0f && sum < step.least_sum) {
+    weights = SharesOfPowers(step.logits + token * step.experts, chosen);
+  } else if (step.least_sum > 0.0f) {
+    for (float& weight : weights) weight = Divide(weight, sum);
+  }
   for (size_t k = 0; k < chosen.size(); ++k) {
     const auto at = token * step.top_k + static_cast<int64_t>(k);
-    float weight = weights[k];
-    if (step.least_sum > 0.0f) weight = Divide(weight, sum < step.least_sum ? step.least_sum : sum);
-    weight = Multiply(weight, step.scale);
+    const float weight = Multiply(weights[k], step.scale);
     CHECK(step.ids[at] == chosen[k]);
     CHECK(FloatBits(FromFloat<float>(step.weights[at])) == FloatBits(FromFloat<float>(weight)));
   }

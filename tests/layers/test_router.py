@@ -148,7 +148,7 @@ def test_the_bias_chooses_and_weighs_nothing(score):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sigmoids_that_all_underflow(normalize):
-    """There weights, probabilities and gradients are 0, and NaN is nowhere."""
+    """Shares of them are those of powers of e, and NaN is nowhere."""
     logits, _, _ = drawn(2)
     logits[5] = -200
     router = Router(score="sigmoid", normalize=normalize)
@@ -160,29 +160,39 @@ def test_sigmoids_that_all_underflow(normalize):
         return total + jnp.sum(found.probabilities * factor), found
 
     (_, found), grad = jax.value_and_grad(weigh, has_aux=True)(logits)
-    for array in (found.weights, found.probabilities, grad):
-        assert np.isfinite(array).all()
-        assert (np.any(np.asarray(array), axis=1) == (np.arange(N) != 5)).all()
+    assert np.isfinite(grad).all()
+    share = 1 / TOP_K if normalize else 0
+    np.testing.assert_allclose(found.weights[5], np.full(TOP_K, share), rtol=1e-6)
+    np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=1e-5)
+    # An expert that is masked out gets nothing, even where there is no other.
+    outside = route(np.full((1, EXPERTS), -np.inf, np.float32), TOP_K, router)
+    assert not np.asarray(outside.weights).any()
+    assert not np.asarray(outside.probabilities).any()
     told = losses(found)
     assert np.isfinite([told.balance_loss, told.z_loss]).all()
 
 
-@pytest.mark.parametrize("level", [-10.0, -25.0, -80.0])
+@pytest.mark.parametrize("level", [-10.0, -25.0, -37.0, -80.0])
 def test_small_sigmoids(level):
-    """Weights sum to 1 within float32's rounding of their sum."""
+    """Weights and their gradients are as for large ones, however small the sum."""
     logits, _, _ = drawn(3, 0.5)
+    logits = np.round(logits * 1024) / np.float32(1024)  # so that sums are exact
     router = Router(score="sigmoid")
 
-    def weigh(logits):
+    def weigh(logits, level):
         found = route(logits + level, TOP_K, router)
-        return jnp.sum(found.weights * (1 + jnp.arange(TOP_K))), found.weights
+        return jnp.sum(found.weights * (1 + jnp.arange(TOP_K))), found
 
-    (_, weights), grad = jax.value_and_grad(weigh, has_aux=True)(logits)
-    assert np.isfinite(grad).all()
-    if level > -30:
-        np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
-        _, want, _ = reference(logits + np.float32(level), TOP_K, router)
-        np.testing.assert_allclose(weights, want, rtol=1e-4)
+    grad = jax.value_and_grad(weigh, has_aux=True)
+    (_, found), slopes = grad(logits, level)
+    np.testing.assert_allclose(found.weights.sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=1e-5)
+    _, want, _ = reference(logits.astype(np.float64) + level, TOP_K, router)
+    np.testing.assert_allclose(found.weights, want, rtol=1e-4)
+    # The shares of small sigmoids do not depend on the level.
+    _, wanted = grad(logits, -25.0)
+    if level <= -25:
+        np.testing.assert_allclose(slopes, wanted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [0, N])

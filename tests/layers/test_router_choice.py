@@ -54,8 +54,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         least = given.pop("least_sum")
         assert least in (0.0, routers._LEAST_SUM)
         one = Router(normalize=least > 0, **given)
-        scores = routers._scores(one, operands["logits"])
-        chosen = routers._chosen(one, dims["K"], scores, bias)
+        logits = operands["logits"]
+        scores = routers._scores(one, logits)
+        chosen = routers._chosen(one, dims["K"], scores, logits, bias)
         return _Found(*chosen)
 
     monkeypatch.setattr(tables, "call", call)

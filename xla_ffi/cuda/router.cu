@@ -11,6 +11,7 @@ namespace {
 
 static_assert(kRouterLanes == kWarpSize);
 constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLargestFloat = 3.40282347e38f;
 
 // Maps floats to integers in the same order. NaN is the largest, as in XLA's top-k. No float maps
 // to 0.
@@ -121,6 +122,17 @@ __device__ void Scores(const RouterStep& step, const float* logits, float (&scor
   for (int i = 0; i < kCount; ++i) scores[i] = Divide(scores[i], sum);
 }
 
+// Returns e to the logit of this lane's expert, divided by the sum of those of all chosen ones.
+// Scores that underflow are in these proportions. Without a finite logit, all are 0.
+__device__ float ShareOfPowers(const RouterStep& step, int64_t token, int expert) {
+  const bool chosen = Lane() < step.top_k;
+  const float logit = chosen ? step.logits[token * step.experts + expert] : -kInfinity;
+  const float largest = OverWarp(logit, [](float a, float b) { return fmaxf(a, b); });
+  const float power = expf(Add(logit, -fmaxf(largest, -kLargestFloat)));
+  const float sum = OverWarp(power, [](float a, float b) { return Add(a, b); });
+  return Divide(power, sum > 0.0f ? sum : 1.0f);
+}
+
 // kLimited: whether groups limit the choice, which takes about half as many registers again.
 template <int kCount, bool kLimited>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -148,7 +160,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (step.least_sum > 0.0f) {
       const float sum = OverWarp(weight, [](float a, float b) { return Add(a, b); });
       // NaN stays NaN.
-      weight = Divide(weight, sum < step.least_sum ? step.least_sum : sum);
+      weight = sum < step.least_sum ? ShareOfPowers(step, token, expert) : Divide(weight, sum);
     }
     if (Lane() < step.top_k) {
       step.ids[token * step.top_k + Lane()] = expert;

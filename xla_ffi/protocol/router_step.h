@@ -21,7 +21,8 @@ struct RouterStep {
   int64_t num_groups;     // of equally many consecutive experts
   int64_t top_groups;     // how many of them a token's experts may come from
   int64_t best_of_group;  // a group's score is the sum of this many of its best ones
-  float least_sum;        // weights are divided by their sum or, if larger, by this; 0: not divided
+  float least_sum;        // weights are divided by their sum, or shares of powers of e if that is
+                          // less than this; 0: not divided
   float scale;            // multiplies the weights at the end
   const float* logits;    // [n, E]
   const float* bias;      // [E], added to scores for the choice only, or null
