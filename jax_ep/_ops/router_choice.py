@@ -40,8 +40,18 @@ def has_kernel(experts: int, top_k: int, num_groups: int) -> bool:
 def on_gpus(
     kernel: Callable[..., Choice], plain: Callable[..., Choice], *operands: Any
 ) -> Choice:
-    """Returns what `kernel` makes of the operands on GPUs, and `plain` elsewhere."""
-    return jax.lax.platform_dependent(*operands, cuda=kernel, default=plain)
+    """Returns what `kernel` makes of the operands on GPUs, and `plain` elsewhere.
+
+    The platform is known only when the program is lowered, perhaps for several ones, so
+    the choice is a `cond` until then. It has no derivative.
+    """
+
+    def run(*operands: Any) -> Choice:
+        return jax.lax.platform_dependent(*operands, cuda=kernel, default=plain)
+
+    # Also hides the cond: checkify would give its branches errors that vary over
+    # different axes, as only one of them has float operations.
+    return batching.in_turn(run)(*operands)
 
 
 def choose(
@@ -56,7 +66,7 @@ def choose(
     least_sum: float,
     scale: float,
 ) -> Choice:
-    """Chooses experts with the kernel; has no derivative.
+    """Chooses experts with the kernel; has no derivative, and no rule for vmap.
 
     Args:
         logits: float32 `[n, E]`.
@@ -70,25 +80,21 @@ def choose(
             less than this; with 0 they are not divided at all.
         scale: as in `Router`.
     """
-
-    def run(logits: jax.Array, bias: jax.Array | None) -> Choice:
-        names = jax.sharding.get_abstract_mesh().axis_names
-        logits, bias = vary_alike(names, frozenset(), logits, bias)
-        bias = None if bias is None else bias.astype(jnp.float32)
-        found = tables.call(
-            _TARGET,
-            logits,
-            {"K": top_k},
-            {"logits": logits, "bias": bias},
-            {
-                "score": score,
-                "num_groups": num_groups,
-                "top_groups": top_groups,
-                "best_of_group": best_of_group,
-                "least_sum": least_sum,
-                "scale": scale,
-            },
-        )
-        return found.ids, found.weights
-
-    return batching.in_turn(run)(logits, bias)
+    names = jax.sharding.get_abstract_mesh().axis_names
+    logits, bias = vary_alike(names, frozenset(), logits, bias)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    found = tables.call(
+        _TARGET,
+        logits,
+        {"K": top_k},
+        {"logits": logits, "bias": bias},
+        {
+            "score": score,
+            "num_groups": num_groups,
+            "top_groups": top_groups,
+            "best_of_group": best_of_group,
+            "least_sum": least_sum,
+            "scale": scale,
+        },
+    )
+    return found.ids, found.weights

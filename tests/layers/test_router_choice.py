@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import router as routers
+from jax_ep._core import batching
 from jax_ep._native import tables
 from jax_ep._ops import router_choice
 from jax_ep.router import Router, route
@@ -64,7 +65,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         names = frozenset({"ep_router"})
         monkeypatch.setattr(router_choice.ffi, "gpu_target_names", lambda: names)
         monkeypatch.setattr(
-            router_choice, "on_gpus", lambda kernel, plain, *given: kernel(*given)
+            router_choice,
+            "on_gpus",
+            lambda kernel, plain, *given: batching.in_turn(kernel)(*given),
         )
     return made
 
@@ -150,6 +153,21 @@ def test_vmap(calls: Any) -> None:
     assert set(calls) == {(4, 16)}
     np.testing.assert_array_equal(found.ids.reshape(12, 2), want.ids)
     np.testing.assert_allclose(found.weights.reshape(12, 2), want.weights, rtol=2e-6)
+
+
+def test_the_platform_decides_when_a_program_is_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a program may be exported for another platform, or for several."""
+    names = frozenset({"ep_router"})
+    monkeypatch.setattr(router_choice.ffi, "gpu_target_names", lambda: names)
+    logits, bias = drawn(12, 16)
+    each = jax.vmap(lambda each, bias: route(each, 2, bias=bias), (0, None))
+    run = in_ranks(each, P(), P(), out=P())
+    traced = run.trace(logits.reshape(3, 4, 16), bias)
+    for platforms, calls in ((("cpu",), 0), (("cuda",), 3), (("cpu", "cuda"), 3)):
+        text = traced.lower(lowering_platforms=platforms).as_text()
+        assert text.count("@ep_router(") == calls, platforms
 
 
 @pytest.mark.parametrize(
