@@ -38,5 +38,9 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Score = Literal["softmax", "sigmoid"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
+# The biases of a layer's router, besides True (only the one for choosing) and False.
+RouterBiases = Literal["logits", "both"]
+ROUTER_BIASES: tuple[RouterBiases, ...] = get_args(RouterBiases)
+
 # The kind of a pending call (dispatch_async, combine_async).
 CallKind = Literal["dispatch", "combine"]

@@ -23,7 +23,13 @@ from jax_ep._core.arrays import as_array, require_values
 from jax_ep._core.choice import check_choice
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import Format, Transport, WeightFormat
+from jax_ep._core.literals import (
+    ROUTER_BIASES,
+    Format,
+    RouterBiases,
+    Transport,
+    WeightFormat,
+)
 from jax_ep._core.types import ExpertsFunction
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._layers import codes, fsdp, moe_checks, places
@@ -65,7 +71,7 @@ class Arguments:
     dispatch_format: Format
     config_options: Mapping[str, Any] | None
     router: Router | RouterFunction | None
-    router_bias: bool
+    router_bias: bool | RouterBiases
     shared_intermediate_size: int | None
     tp_axis_name: str | None
     fsdp_axis_name: str | None
@@ -127,10 +133,21 @@ class Layer(Arguments):
         moe_checks.require_choices(
             self.function, self.router, self.experts, self.activation
         )
-        for name in ("router_bias", "expert_bias"):
-            what, remedy = "a bool", "pass True and the layer makes biases of zeros"
-            flag = getattr(self, name)
-            moe_checks.require_type(self.function, name, flag, bool, what, remedy)
+        remedy = "pass True and the layer makes biases of zeros"
+        moe_checks.require_type(
+            self.function, "expert_bias", self.expert_bias, bool, "a bool", remedy
+        )
+        what, flag = f"a bool or one of {list(ROUTER_BIASES)}", self.router_bias
+        moe_checks.require_type(
+            self.function, "router_bias", flag, bool | str, what, remedy
+        )
+        errors.require(
+            not isinstance(flag, str) or flag in ROUTER_BIASES,
+            self.function,
+            f"router_bias must be {what}",
+            repr(flag),
+            '"logits" is trained, True only chooses experts, "both" has the two',
+        )
         for name in ("router", "experts", "activation"):
             moe_checks.require_hashable(self.function, name, getattr(self, name))
         config = self.config
@@ -226,6 +243,7 @@ class Layer(Arguments):
             self.shared_intermediate_size,
             self.num_experts,
             self.expert_bias,
+            self.router_bias in ROUTER_BIASES,
         )
         ep = axes[0] if len(axes) == 1 else axes
         # If the ranks do not divide the experts, every rank holds all their weights.
@@ -238,6 +256,11 @@ class Layer(Arguments):
             return found
         multiple, axis = self._multiple, self.fsdp_axis_name
         return fsdp.sharded(self.function, mesh, axis, axes, found, multiple)
+
+    @property
+    def corrects_choice(self) -> bool:
+        """Whether the router has a bias for choosing experts, "router_bias"."""
+        return bool(self.router_bias) and self.router_bias != "logits"
 
     @property
     def _ep_size(self) -> int:

@@ -91,7 +91,10 @@ def moe_ffn(
         tokens: `[n, H]` in the config's dtype.
         params: a mapping with
             "router" `[H, E]`, not needed with `routing`;
-            "router_bias" float32 `[E]`, optional (`jax_ep.router.route`);
+            "router_bias" float32 `[E]`, optional: it only chooses experts, and has no
+            gradient (`jax_ep.router.route`);
+            "router_logit_bias" `[E]`, optional: it is added to the logits, for any
+            router, and is trained;
             "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or instead
             "gate" and "up" `[L, H, F]`;
             "down" `[L, F, H]`;
@@ -143,10 +146,10 @@ def moe_ffn(
         activation: a function of (gate, up) `[N, F]` for all experts; None means
             `silu(gate) * up`.
         placement: which experts the places hold, if the config's `num_experts` counts
-            places, some of them for copies (`jax_ep.placement`). "router",
-            "router_bias", `routing`, the losses and `MoEAux.load` then refer to the
-            placement's E experts; the weights of routed experts and
-            `MoEAux.expert_counts` refer to this rank's places.
+            places, some of them for copies (`jax_ep.placement`). "router", its biases,
+            `routing`, the losses and `MoEAux.load` then refer to the placement's E
+            experts; the weights of routed experts and `MoEAux.expert_counts` refer to
+            this rank's places.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.

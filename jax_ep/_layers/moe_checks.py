@@ -26,6 +26,7 @@ _require = partial(errors.require, function="moe_ffn")
 # What functions of the user's get by keyword, if they take it.
 ROUTER_KEYWORDS = ("tokens", "top_k", "mask", "bias")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
+_ROUTER_BIASES = ("router_bias", "router_logit_bias")
 _EXPERTS_KEYWORDS = (*_BIASES, "activation", "quantized")
 
 
@@ -394,7 +395,8 @@ def checked_params(
     needed = set() if "experts" in names and not matrices & names else matrices
     needed |= {"router"} if routing is None else set()
     shared = {"shared_gate_up", "shared_down"}
-    known = needed | matrices | shared | {"router", "router_bias", "experts", *_BIASES}
+    known = needed | matrices | shared | {"router", "experts", *_BIASES}
+    known |= {*_ROUTER_BIASES}
     joined = ' ("gate" and "up" may replace "gate_up")' if matrices <= needed else ""
     fused = [name for name in names - known if "gate_up" in name and "bias" in name]
     _require(
@@ -487,15 +489,15 @@ def checked_params(
             remedy=_remedy_of_shared(found, hidden)
             or "replicate both over the EP axes, and split only S over tp_axis",
         )
-    if routing is None and "router_bias" in names:
-        wanted = (experts,)
-        _require(
-            jnp.shape(params["router_bias"]) == wanted,
-            rule=f"router_bias must be [E] = {wanted}",
-            value=jnp.shape(params["router_bias"]),
-            remedy="replicate it over all axes",
-        )
     if routing is None:
+        for name in _ROUTER_BIASES:
+            found = jnp.shape(params[name]) if name in names else (experts,)
+            _require(
+                found == (experts,),
+                rule=f"{name} must be [E] = {(experts,)}",
+                value=found,
+                remedy="replicate it over all axes",
+            )
         _require(
             jnp.shape(params["router"]) == (hidden, experts),
             rule=f"router must be [H, E] = {(hidden, experts)}",

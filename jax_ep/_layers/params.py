@@ -73,13 +73,14 @@ class Param:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layer: H, F, S or None, E, and whether experts have biases."""
+    """Sizes of a layer: H, F, S or None, E, and whether it has trained biases."""
 
     hidden: int
     inner: int
     shared: int | None
     experts: int
     biases: bool
+    logit_bias: bool
 
 
 def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param]:
@@ -91,7 +92,7 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
         ep: the entry of a spec that splits this dimension, or None.
         tp: the tensor axis, or None.
     """
-    hidden, inner, shared, experts, biases = sizes
+    hidden, inner, shared, experts, biases, logit_bias = sizes
     found = {
         "router": Param((hidden, experts), (None, None), (1,), 0),
         "gate_up": Param(
@@ -111,6 +112,8 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
             ("down_bias", hidden, None),
         ):
             found[name] = Param((count, size), (ep, axis), (1,), 0, zeros=True)
+    if logit_bias:
+        found["router_logit_bias"] = Param((experts,), (None,), (), 0, zeros=True)
     return found
 
 

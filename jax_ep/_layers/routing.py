@@ -12,6 +12,7 @@ from jax_ep import router as routers
 from jax_ep._core import calls, checks, errors
 from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.handle import EPHandle
+from jax_ep._core.varying import vary_alike, varying
 from jax_ep._layers import moe_checks
 from jax_ep._layers.logits import logits_of
 
@@ -29,6 +30,11 @@ def routed(
         # NaN in padding times a zero cotangent would be NaN in the kernel's gradient.
         tokens = jnp.where(mask[:, None], tokens, 0)
     logits = logits_of(tokens, params["router"], device)
+    if "router_logit_bias" in params:
+        own = jnp.asarray(params["router_logit_bias"], jnp.float32)
+        # Gradients are summed over ranks for [E], not for [n, E].
+        (own,) = vary_alike(ep.mesh.axis_names, varying(logits), own)
+        logits = logits + own
     bias = params.get("router_bias")
     if router is None or isinstance(router, routers.Router):
         return routers.route(logits, top_k, router, bias=bias, mask=mask)

@@ -22,7 +22,7 @@ except ModuleNotFoundError as _error:
 from jax_ep._core import calls as _calls
 from jax_ep._core import pytrees
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import Format, Transport, WeightFormat
+from jax_ep._core.literals import Format, RouterBiases, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import codes as _codes
 from jax_ep._layers import params as _layer_params
@@ -49,7 +49,10 @@ for _class in pytrees.classes():
 
 
 class RouterBias(nnx.Variable):
-    """The bias of `jax_ep.router.route`; not a Param, so optimisers skip it."""
+    """The bias that chooses experts, not a Param: `jax_ep.router.update_bias` moves it.
+
+    `router_logit_bias`, which is trained, is an `nnx.Param`.
+    """
 
 
 class Codes(nnx.Variable[jax.Array]):
@@ -74,6 +77,7 @@ class MoE(nnx.Module):
         gate_bias, up_bias, down_bias: `nnx.Param` `[E, F]`, `[E, F]`, `[E, H]`, or
             None.
         router_bias: `RouterBias` float32 `[E]`, or None.
+        router_logit_bias: `nnx.Param` `[E]`, or None.
         ep: the `jax_ep.EPHandle`.
     """
 
@@ -95,7 +99,7 @@ class MoE(nnx.Module):
         dispatch_format: Format = "bf16",
         config_options: Mapping[str, Any] | None = None,
         router: Router | RouterFunction | None = None,
-        router_bias: bool = False,
+        router_bias: bool | RouterBiases = False,
         shared_intermediate_size: int | None = None,
         tp_axis_name: str | None = None,
         fsdp_axis_name: str | None = None,
@@ -126,8 +130,10 @@ class MoE(nnx.Module):
             config_options: other fields of `jax_ep.EPConfig`, by name.
             router: the kind of router, or a hashable function of your own as in
                 `jax_ep.moe_ffn`; None means softmax top-k.
-            router_bias: whether the layer has a bias for choosing experts, as in
-                `jax_ep.router.route`.
+            router_bias: True for a bias that only chooses experts and has no gradient,
+                as in DeepSeek-V3 (`jax_ep.router.route`); "logits" for one that is
+                trained and added to the logits, as in gpt-oss; "both" for the two. They
+                start at zero.
             shared_intermediate_size: S, inner size of the shared expert; None means no
                 shared expert.
             tp_axis_name: a mesh axis to split F and S over (tensor parallel).
@@ -188,11 +194,14 @@ class MoE(nnx.Module):
         self.gate_bias: nnx.Param[jax.Array] | None = optional("gate_bias")
         self.up_bias: nnx.Param[jax.Array] | None = optional("up_bias")
         self.down_bias: nnx.Param[jax.Array] | None = optional("down_bias")
+        self.router_logit_bias: nnx.Param[jax.Array] | None = optional(
+            "router_logit_bias"
+        )
         self.router_bias: RouterBias | None = (
             RouterBias(
                 jnp.zeros(num_experts, jnp.float32), out_sharding=(None,), mesh=mesh
             )
-            if router_bias
+            if self._layer.corrects_choice
             else None
         )
 

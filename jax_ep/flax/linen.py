@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_ep._core import calls as _calls
 from jax_ep._core import errors as _errors
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import Format, Transport, WeightFormat
+from jax_ep._core.literals import Format, RouterBiases, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import layer as _layer
 from jax_ep._layers import params as _layer_params
@@ -48,8 +48,9 @@ class MoE(nn.Module):
 
     The fields are the arguments of `jax_ep.flax.MoE`. The parameters have the same
     names as there, except that `router` is called `router_kernel`; they are
-    `nn.Partitioned` and created sharded over the mesh. The router's bias, if any, is
-    "bias" in the collection "router_state". With a `weights_format`, codes and scales
+    `nn.Partitioned` and created sharded over the mesh. The bias that only chooses
+    experts, if any, is "bias" in the collection "router_state"; the one of the logits
+    is the parameter "router_logit_bias". With a `weights_format`, codes and scales
     are in the collection "codes": "gate_up", "gate_up_scales", "down" and
     "down_scales". If the collection "losses" is mutable, the losses are sown into it as
     "balance_loss" and "z_loss".
@@ -68,7 +69,7 @@ class MoE(nn.Module):
     dispatch_format: Format = "bf16"
     config_options: Mapping[str, Any] | None = None
     router: Router | RouterFunction | None = None
-    router_bias: bool = False
+    router_bias: bool | RouterBiases = False
     shared_intermediate_size: int | None = None
     tp_axis_name: str | None = None
     fsdp_axis_name: str | None = None
@@ -218,7 +219,7 @@ class MoE(nn.Module):
             )
             # "router" is a field of this module, so the parameter needs another name.
             params[name] = self.param(_PARAM_NAMES.get(name, name), make, dtype)
-        if self.router_bias:
+        if layer.corrects_choice:
             bias = self.variable(
                 "router_state", "bias", jnp.zeros, (self.num_experts,), jnp.float32
             )

@@ -50,7 +50,7 @@ def test_nnx_against_the_dense_formula(name, kind):
     sizes = MESHES[name]
     mesh = helpers.make_mesh(helpers.fit(sizes), kind=kind)
     router = DEEPSEEK if "dp" in sizes else Router()
-    params = moe_dense.params(bias="dp" in sizes)
+    params = moe_dense.params(bias="dp" in sizes, logit_bias=True)
     x = inputs()
     (want_y, want_loss), want = dense_grads(params, x, router)
 
@@ -81,10 +81,10 @@ def test_nnx_against_the_dense_formula(name, kind):
 def test_linen_against_the_dense_formula(name, kind):
     sizes = MESHES[name]
     mesh = helpers.make_mesh(helpers.fit(sizes), kind=kind)
-    params = moe_dense.params(seed=1, bias=True)
+    params = moe_dense.params(seed=1, bias=True, logit_bias=True)
     x = inputs(1)
     (want_y, want_loss), want = dense_grads(params, x, DEEPSEEK)
-    layer = jax_ep.flax.linen.MoE(**fields(mesh), router=DEEPSEEK, router_bias=True)
+    layer = jax_ep.flax.linen.MoE(**fields(mesh), router=DEEPSEEK, router_bias="both")
     with jax.set_mesh(mesh):
         variables = jax.jit(layer.init)(jax.random.key(0), x)
         down = nn.unbox(variables)["params"]["down"]

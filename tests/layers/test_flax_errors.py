@@ -88,7 +88,11 @@ WRONG = {
     "router_class": ({"router": Router}, "router must be a function, got the class"),
     "unhashable_router": ({"router": Unhashable()}, "router must be hashable"),
     "router": ({"router": 3}, "router must be a jax_ep.router.Router"),
-    "bias": ({"router_bias": np.zeros(16)}, "router_bias must be a bool"),
+    "bias": ({"router_bias": np.zeros(16)}, "router_bias must be a bool or one of"),
+    "bias_name": (
+        {"router_bias": "logit"},
+        r"router_bias must be a bool or one of \['logits', 'both'\], got 'logit'",
+    ),
     "top_k": ({"top_k": 17}, "top_k must be at most num_experts, 16"),
     "groups": ({"router": Router(num_groups=3)}, "num_groups must divide"),
     "function": ({"experts": 3}, "experts must be a function"),

@@ -23,7 +23,7 @@ def gradients(dtype, experts, fields):
     sizes = {"num_experts": E, "hidden_size": H, "max_tokens_per_rank": T}
     ep = helpers.make_ep(mesh, config(top_k=2, dtype=dtype, **sizes, **fields))
     sizes = {"experts": E, "hidden": H, "inner": F, "shared_inner": F}
-    params = moe_dense.params(expert_bias=True, **sizes)
+    params = moe_dense.params(expert_bias=True, logit_bias=True, **sizes)
     layer = expert_parallel(mesh, ep, params, Router(), experts=experts)
     rng = np.random.default_rng(1)
     tokens, cotangent = rng.standard_normal((2, T * mesh.size, H))

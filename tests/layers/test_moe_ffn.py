@@ -34,7 +34,7 @@ MESHES = {
 
 def compare(mesh, router, *, bias=False, masked=False, seed=0):
     ep = helpers.make_ep(mesh, config())
-    params = moe_dense.params(seed, bias=bias)
+    params = moe_dense.params(seed, bias=bias, logit_bias=True)
     count = N * mesh.size // mesh.shape.get("tp", 1)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((count, moe_dense.HIDDEN)).astype(np.float32)

@@ -85,6 +85,13 @@ def test_router_of_scores_sharded_by_token(router) -> None:
         (
             {
                 "params": moe_dense.params()
+                | {"router_logit_bias": np.ones((1, 16), np.float32)}
+            },
+            "router_logit_bias must be [E]",
+        ),
+        (
+            {
+                "params": moe_dense.params()
                 | {"shared_down": np.ones((8, 16), np.float32)}
             },
             "shared_gate_up and shared_down must be [H, 2, S] and [S, H]",

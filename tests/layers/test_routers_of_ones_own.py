@@ -20,7 +20,7 @@ TOP_K, EXPERTS = moe_dense.TOP_K, moe_dense.EXPERTS
 
 
 def given(mesh, *, masked=False, bias=False):
-    params = moe_dense.params(bias=bias)
+    params = moe_dense.params(bias=bias, logit_bias=True)
     rng = np.random.default_rng(3)
     x = rng.standard_normal((N * mesh.size, moe_dense.HIDDEN)).astype(np.float32)
     mask = rng.random(len(x)) < 0.6 if masked else np.ones(len(x), bool)
@@ -58,8 +58,7 @@ def test_a_pair_has_the_losses_of_a_softmax():
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     args = given(mesh, masked=True)
     args[1][~args[2]] = np.nan
-    params = {name: args[0][name] for name in ("router", "gate_up", "down")}
-    args = (params, *args[1:])
+    args = (moe_dense.params(shared=False, logit_bias=True), *args[1:])
     for call in (run, gradient):
         found, wanted = (call(mesh, r, *args) for r in (softmax_top_k, Router()))
         jax.tree.map(

@@ -73,8 +73,15 @@ def parts(array):
     return array.sharding.shard_shape(array.shape)
 
 
+def router_biases(params):
+    """The argument `router_bias` of a layer with these parameters."""
+    if "router_logit_bias" not in params:
+        return "router_bias" in params
+    return "both" if "router_bias" in params else "logits"
+
+
 def nnx_layer(mesh, params, **changes):
-    changes = {"router_bias": "router_bias" in params} | changes
+    changes = {"router_bias": router_biases(params)} | changes
     layer = jax_ep.flax.MoE(**fields(mesh, **changes), rngs=nnx.Rngs(0))
     for name, value in params.items():
         variable = getattr(layer, name)

@@ -16,6 +16,7 @@ def params(
     *,
     shared: bool = True,
     bias: bool = False,
+    logit_bias: bool = False,
     expert_bias: bool = False,
     experts: int = EXPERTS,
     hidden: int = HIDDEN,
@@ -41,6 +42,8 @@ def params(
     if expert_bias:
         for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
             found[f"{name}_bias"] = normal(experts, size, fan_in=4)
+    if logit_bias:
+        found["router_logit_bias"] = normal(experts, fan_in=1)
     return found
 
 
@@ -83,7 +86,7 @@ def layer(
 
     `chosen`, bool [n, E], is a constant. So is `kept`, False for dropped rows.
     """
-    logits = x @ params["router"]
+    logits = x @ params["router"] + params.get("router_logit_bias", 0)
     if router.score == "softmax":
         scores = jnp.exp(logits) / jnp.sum(jnp.exp(logits), -1, keepdims=True)
         shares = scores
@@ -113,7 +116,7 @@ def layer(
 
 
 def scores(params: Any, x: Any, router: Any) -> np.ndarray:
-    logits = np.asarray(x) @ params["router"]
+    logits = np.asarray(x) @ params["router"] + params.get("router_logit_bias", 0)
     if router.score == "softmax":
         return np.asarray(jax.nn.softmax(logits))
     return np.asarray(jax.nn.sigmoid(logits))

@@ -26,6 +26,7 @@ def param_specs(params, tp):
     specs = {
         "router": P(),
         "router_bias": P(),
+        "router_logit_bias": P(),
         "gate_up": P("ep", None, None, tp),
         "down": P("ep", tp),
         "gate_bias": P("ep", tp),

@@ -48,6 +48,7 @@ class Block(nnx.Module):
             dtype=jnp.bfloat16,
             param_dtype=jnp.float32,
             dispatch_format="mxfp8",
+            router_bias="logits",
             experts=jax_ep.experts.Padded(largest=64),
             transport="collective",
         )
