@@ -51,7 +51,8 @@ def dispatch(
         input_scale: as in `jax_ep.dispatch`, the same on every rank.
         token_scales: `[ranks * n, H / block]` or None, as in `jax_ep.dispatch`.
         route: `d.route` of an earlier dispatch, as in `jax_ep.dispatch`, or None.
-        spec: sharding of dimension 0; None shards it over all axes of the mesh.
+        spec: sharding of dimension 0; None shards it over all axes of the mesh (except
+            the `spmd_axis_name` of a `jax.vmap` around the call).
 
     Returns:
         A `Dispatched` of global arrays, each with the ranks' arrays stacked on

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -145,6 +146,12 @@ def spmd_axis_names() -> frozenset[str]:
     get_axis_env = getattr(_core(), "get_axis_env", None)
     env = get_axis_env() if get_axis_env is not None else None
     return frozenset(getattr(env, "spmd_axis_names", ()))
+
+
+def unmapped(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns `axes` without those over which surrounding `vmap`s split arrays."""
+    mapped = spmd_axis_names()
+    return tuple(axis for axis in axes if axis not in mapped)
 
 
 def _is_batch(trace: Any) -> bool:

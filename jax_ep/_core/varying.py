@@ -1,4 +1,8 @@
-"""Finds the mesh axes that arrays vary over, and casts arrays to vary alike."""
+"""Mesh axes that arrays vary over, and collectives that leave out axes of one rank.
+
+With `jax_remove_size_one_mesh_axis_from_type` no array varies over an axis of one rank,
+and JAX refuses to gather over it.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +37,22 @@ def vary_alike(order: Iterable[str], least: frozenset[str], *trees: Any) -> Any:
         return jax.lax.pcast(value, missing, to="varying") if missing else value
 
     return jax.tree.map(cast, trees)
+
+
+def all_gather(value: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
+    """Gathers dimension `dim` over `axes`; the result still varies over them."""
+    axes = _several(axes)
+    return jax.lax.all_gather(value, axes, axis=dim, tiled=True) if axes else value
+
+
+def psum_scatter(value: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
+    """Sums over `axes`, and returns a rank's part of dimension `dim`."""
+    axes = _several(axes)
+    if not axes:
+        return value
+    return jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+
+
+def _several(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns those axes that have more than one rank."""
+    return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)

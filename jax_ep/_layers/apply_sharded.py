@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array, as_ids
-from jax_ep._core.varying import varying
+from jax_ep._core.varying import all_gather, varying
 from jax_ep._layers import apply
 from jax_ep._layers.params import entry_axes, spec_axes
 from jax_ep._ops import mapped
@@ -238,8 +238,7 @@ def _gathered(fsdp: tuple[str, ...], leaf: jax.Array, spec: PartitionSpec) -> ja
     """Returns a leaf without its split over the fsdp axes."""
     for dim, entry in enumerate(spec):
         axes = tuple(axis for axis in entry_axes(entry) if axis in fsdp)
-        if axes:
-            leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+        leaf = all_gather(leaf, axes, dim)
     return leaf
 
 
@@ -253,7 +252,8 @@ def _leading_spec(
 ) -> PartitionSpec:
     """Returns the spec of the leading dimensions of tokens, checked."""
     if spec is None:
-        names = tuple(name for name in mesh.axis_names if name not in model)
+        names = traces.unmapped(mesh.axis_names)
+        names = tuple(name for name in names if name not in model)
         spec = PartitionSpec(names)
     axes = spec_axes(spec) if _is_spec(spec) else ()
     entries = list(spec) if _is_spec(spec) else []

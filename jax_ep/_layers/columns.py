@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.varying import varying
+from jax_ep._core.varying import all_gather, psum_scatter, varying
 
 # Columns are scattered if N is at most this many times the rows that arrive when all
 # ranks get the same number.
@@ -56,16 +56,13 @@ class _Wire(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scattered(wire: _Wire, rows: jax.Array) -> jax.Array:
     """Sums rows `[N, H]` over an axis in float32; returns `[N, H / size]` of it."""
-    columns = jax.lax.psum_scatter(
-        rows.astype(jnp.float32), wire.axis, scatter_dimension=1, tiled=True
-    )
-    return columns.astype(wire.made)
+    return psum_scatter(rows.astype(jnp.float32), (wire.axis,), 1).astype(wire.made)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(wire: _Wire, columns: jax.Array) -> jax.Array:
     """Gathers columns `[N, H / size]` to `[N, H]`."""
-    return jax.lax.all_gather(columns, wire.axis, axis=1, tiled=True).astype(wire.made)
+    return all_gather(columns, (wire.axis,), 1).astype(wire.made)
 
 
 _scattered.defvjp(
@@ -81,5 +78,8 @@ _gathered.defvjp(
 def gather(part: jax.Array, axis: str) -> jax.Array:
     """Gathers columns `[n, H / size]` to `[n, H]`, equal on all ranks of `axis`."""
     # Without check_vma nothing varies, and cotangents are summed outside.
-    kind = "invarying" if axis in varying(part) else "varying"
-    return jax.lax.all_gather(part, axis, axis=1, tiled=True, to=kind)
+    if axis not in varying(part):
+        return all_gather(part, (axis,), 1)
+    if jax.lax.axis_size(axis) == 1:
+        return jax.lax.psum(part, axis)  # changes the type alone
+    return jax.lax.all_gather(part, axis, axis=1, tiled=True, to="invarying")

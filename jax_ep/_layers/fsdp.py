@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_ep._core import errors
 from jax_ep._core.arrays import in_bytes
-from jax_ep._core.varying import vary_alike
+from jax_ep._core.varying import all_gather, psum_scatter, vary_alike
 from jax_ep._experts.quantized import CANONICAL, TURNED, QuantizedWeights
 from jax_ep._layers.params import Param, entry_axes
 
@@ -203,8 +203,7 @@ def gather_codes(
         dim, axes = gathered
         # Sent as integers, which no device widens.
         bits = in_bytes(value)
-        found = jax.lax.all_gather(bits, axes, axis=dim, tiled=True)
-        found = checkpoint_name(found, WEIGHTS_NAME)
+        found = checkpoint_name(all_gather(bits, axes, dim), WEIGHTS_NAME)
         if found.dtype != value.dtype:
             found = jax.lax.bitcast_convert_type(found, value.dtype)
         return found
@@ -228,8 +227,7 @@ class _How(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _whole(shard: jax.Array, how: _How) -> jax.Array:
     """Gathers a weight; its gradient is reduce-scattered in the dtype of `shard`."""
-    sent = shard.astype(how.sent)
-    whole = jax.lax.all_gather(sent, how.axes, axis=how.dim, tiled=True)
+    whole = all_gather(shard.astype(how.sent), how.axes, how.dim)
     return whole.astype(how.dtype)
 
 
@@ -241,14 +239,7 @@ def _whole_forward(shard: jax.Array, how: _How) -> tuple[jax.Array, jax.Array]:
 def _whole_backward(
     how: _How, like: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    return (
-        jax.lax.psum_scatter(
-            cotangent.astype(like.dtype),
-            how.axes,
-            scatter_dimension=how.dim,
-            tiled=True,
-        ),
-    )
+    return (psum_scatter(cotangent.astype(like.dtype), how.axes, how.dim),)
 
 
 _whole.defvjp(_whole_forward, _whole_backward)

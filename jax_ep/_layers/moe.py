@@ -245,8 +245,7 @@ def _batch_axes(ep: EPHandle, given: Sequence[str] | None) -> tuple[str, ...]:
     if given is not None:
         return tuple(given)
     # Each entry of a vmap over stages has its own batch.
-    others = traces.spmd_axis_names()
-    names = [name for name in ep.mesh.axis_names if name not in others]
+    names = traces.unmapped(ep.mesh.axis_names)
     return tuple(name for name in names if checks.in_scope((name,)))
 
 

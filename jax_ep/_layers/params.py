@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep._core import calls, errors
+from jax_ep._core import calls, errors, traces
 from jax_ep._core.config import EPConfig
 
 
@@ -244,7 +244,8 @@ def leading_spec(
             "where there are none"
         )
     if spec is None:
-        spec = PartitionSpec(tuple(n for n in mesh.axis_names if n != tp))
+        names = traces.unmapped(mesh.axis_names)
+        spec = PartitionSpec(tuple(name for name in names if name != tp))
     entries = list(spec)
     fits = len(entries) <= len(shape)
     while entries and not entry_axes(entries[-1]):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_ep._core import checks, context, errors
+from jax_ep._core import checks, context, errors, traces
 from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.handle import EPHandle
 from jax_ep._ops import ordering
@@ -30,7 +30,7 @@ def axes_of(function: str, ep: EPHandle, spec: PartitionSpec | None) -> tuple[st
     checks.require_open(function, ep)
     context.require_usable(function, ep.mesh)
     if spec is None:
-        return ep.mesh.axis_names
+        return traces.unmapped(ep.mesh.axis_names)
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else ()
     first, *rest = entries or (None,)
     # Other entries, such as UNCONSTRAINED, do not determine the layout.
@@ -125,6 +125,9 @@ def run_specs(
         in_specs: their specs, a prefix of that pytree.
         out_specs: the specs of the results.
     """
+    # The axes of pipeline stages around the call, over which `vmap` splits arrays.
+    stages = traces.spmd_axis_names()
+    axes = traces.unmapped(axes)
     placed = _place(ep, in_specs, operands)
     after = ordering.before_mapped(ep, _parts(ep, axes))
     rows = PartitionSpec(axes)
@@ -138,10 +141,12 @@ def run_specs(
             mesh=ep.mesh,
             in_specs=(in_specs, rows),
             out_specs=(out_specs, rows),
+            # JAX batches a shard_map over a mesh axis only without this check.
+            check_vma=not stages,
         )
         return jax.jit(context.under(ep.mesh, mapped))
 
-    program = make() if key is None else _program(ep, (key, bool(after)), make)
+    program = make() if key is None else _program(ep, (key, bool(after), stages), make)
     result, last = program(placed, _place(ep, rows, after))
     ordering.passed_mapped(ep, last)
     return result

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core import errors, traces
 from jax_ep._core.arrays import in_bytes
-from jax_ep._core.varying import vary_alike, varying
+from jax_ep._core.varying import all_gather, vary_alike, varying
 
 # How much a device gathers at a time of weights that are split over devices.
 _CHUNK_BYTES = 256 * 2**20
@@ -136,8 +136,7 @@ def _taken(
         return _entries(array, source)
 
     def gathered(columns: jax.Array) -> jax.Array:
-        whole = jax.lax.all_gather(columns, axes, tiled=True)
-        return _entries(whole, source)
+        return _entries(all_gather(columns, axes, 0), source)
 
     # Gathers all experts, but few columns at a time: whole matrices may not fit.
     local, width = array.shape[0], math.prod(array.shape[1:])

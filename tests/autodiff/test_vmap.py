@@ -297,6 +297,23 @@ def test_moe_ffn(mesh, experts, shared: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+def test_global_calls_of_stages() -> None:
+    """By default they split their arrays over the other axes."""
+    mesh = stages()
+    ep = helpers.init(mesh, **FIELDS)
+    x, ids, w = operands(ep.config, 2, ep.ep_size)
+
+    def both(x: Any, ids: Any, w: Any) -> Any:
+        d = jax_ep.sharded.dispatch(ep, x, ids, w)
+        return jax_ep.sharded.combine(ep, bent(d.tokens), d.route, d.router_weights)
+
+    found = jax.jit(jax.vmap(both, spmd_axis_name="stage"))(x, ids, w)
+    run = jax.jit(mapped_over(mesh, functools.partial(whole, ep), P("ep")))
+    for stage in range(2):
+        expected = run(x[stage], ids[stage], w[stage])
+        np.testing.assert_array_equal(found[stage], expected)
+
+
 def test_losses_of_stages_are_their_own() -> None:
     mesh = stages()
     ep = helpers.init(mesh, **FIELDS)

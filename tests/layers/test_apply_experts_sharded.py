@@ -113,6 +113,28 @@ def test_layer(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "tensor"])
+def test_stages(mode: str) -> None:
+    """A vmap over the stages of a pipeline; each is on its part of the mesh."""
+    sizes = {"stage": 2, "expert": 2, "tensor" if mode == "tensor" else "fsdp": 2}
+    run = jax.vmap(layer(maxtext.make_mesh(**sizes), mode), spmd_axis_name="stage")
+    inputs, params = host()
+    both = jax.tree.map(lambda a: np.stack([a, a]), params)
+
+    def total(inputs: Any, params: Any) -> Any:
+        y = run(inputs, params)
+        return loss(y[0]) + 2 * loss(y[1]), y
+
+    grads, y = jax.jit(jax.grad(total, (0, 1), has_aux=True))(
+        np.stack([inputs, inputs]), both
+    )
+    dense, dense_grads = wanted()
+    for stage in range(2):
+        close(y[stage], dense)
+        own = jax.tree.map(lambda a, i=stage: a[i] / (1 + i), grads)
+        jax.tree.map(close, own, dense_grads)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "tensor"])
 def test_explicit_axes_and_eager_calls(mode: str) -> None:
     mesh = make_mesh(mode, AxisType.Explicit)
     run = layer(mesh, mode, mesh=None, return_dropped=True)
