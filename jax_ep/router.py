@@ -23,9 +23,10 @@ from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
 from jax_ep._ops import router_choice
 
-# Scores whose sum is less are divided as powers of e, since they may underflow. For
-# such logits a sigmoid is e to the logit, within rounding.
-_LEAST_SUM = 1e-16
+# Scores whose sum is less are divided as powers of e: they may underflow, and
+# derivatives divide by powers of the sum. A sigmoid as small is e to the logit, within
+# rounding.
+_LEAST_SUM = 1e-8
 
 
 @calls.explained_class("router.Router")

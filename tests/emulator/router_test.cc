@@ -54,7 +54,7 @@ RouterStep DrawStep(Random& random) {
   step.top_k = random.In(1, std::min(per_group * step.top_groups, kLanes));
   step.tokens = random.OneIn(6) ? 0 : random.In(1, 20);
   step.sigmoid = random.OneIn(2);
-  step.least_sum = random.OneIn(2) ? 0.0f : random.OneIn(2) ? 1e-16f : 0.5f;
+  step.least_sum = random.OneIn(2) ? 0.0f : random.OneIn(2) ? 1e-8f : 0.5f;
   step.scale = random.OneIn(2) ? 1.0f : 2.5f;
   return step;
 }
