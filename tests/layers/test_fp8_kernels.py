@@ -614,7 +614,7 @@ def test_what_lies_between_products_is_applied_by_the_reference(ready):
     plain = Rows(rows.to("bfloat16"), None)
     for inner, operand, codes, wanted in (
         (Inner(bias, None, (), None), rows, weights, {"code_rows"}),
-        (Inner(None, None, (), lambda g, u: g * u), rows, weights, {"code_rows"}),
+        (Inner(None, None, (), lambda g, u, _: g * u), rows, weights, {"code_rows"}),
         (Inner(None, None, (), None), plain, four, {"four_bits"}),
         (Inner(None, None, (), None), rows, four, {"four_bits"}),
     ):
