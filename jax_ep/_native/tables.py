@@ -208,6 +208,9 @@ def call(
         for i, row in enumerate(one.table.results)
         if row.in_place_of is not None
     }
+    for at in aliases:
+        # XLA may pass a slice in place, and then other memory as its result.
+        arrays[at] = jax.lax.optimization_barrier(arrays[at])
     results = ffi.call(
         target,
         [one.result(row) for row in one.table.results],

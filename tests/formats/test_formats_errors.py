@@ -39,12 +39,6 @@ ERRORS = {
         "input_scale",
         "bfloat16",
     ),
-    "numpy_float64": (
-        lambda: formats.quantize(X.astype(np.float64), "mxfp8"),
-        "quantize",
-        "tokens",
-        "float64",
-    ),
     "objects": (lambda: formats.quantize(X.astype(object), "mxfp8"), "quantize"),
     "columns": (
         lambda: formats.dequantize(
