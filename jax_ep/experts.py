@@ -449,7 +449,8 @@ class Padded:
         if type(self.largest) is not int or self.largest < 1:
             raise ValueError(
                 "jax_ep.experts.Padded: largest must be a positive int, got "
-                f"{self.largest!r}; start with 1.25 * T * K * R / E, rounded up"
+                f"{errors.brief(self.largest)}; start with 1.25 * T * K * R / E, "
+                "rounded up"
             )
 
     @calls.explained("experts.Padded", _OF_ROWS)
@@ -678,11 +679,11 @@ def quantize_weights(
             multiple of 128 (32 for "mxfp4").
     """
     function = "experts.quantize_weights"
-    if format not in WEIGHT_FORMATS:
+    if not errors.is_one_of(format, WEIGHT_FORMATS):
         raise errors.invalid(
             function,
             f"format must be one of {list(WEIGHT_FORMATS)}",
-            repr(format),
+            errors.brief(format),
             "docs/fp8.md describes them",
             operand="format",
         )

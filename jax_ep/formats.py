@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep._core import errors
-from jax_ep._core.arrays import as_array, cast_remedy
+from jax_ep._core.arrays import as_array, cast_remedy, dtype_of
 from jax_ep._core.literals import DTYPES, Format, WireFormat
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._native import ffi
@@ -169,14 +169,11 @@ def dequantize(
                 "some; leave them out"
             )
         return tokens
-    try:
-        result = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:  # not a dtype at all
-        result = None
+    result = dtype_of(dtype)
     if result is None or result.name not in DTYPES:
         raise TypeError(
             f"jax_ep.formats.dequantize: dtype must be one of {DTYPES}, got "
-            f"{dtype!r}; cast the result"
+            f"{errors.brief(dtype)}; cast the result"
         )
     if scales is None:
         raise ValueError(
@@ -184,7 +181,7 @@ def dequantize(
             "None; pass those that came with the tokens"
         )
     scales = as_array("formats.dequantize", "scales", scales)
-    if scale_layout != "rows":
+    if not errors.is_one_of(scale_layout, ("rows",)):
         scales = _from_columns(tokens, scales, format, scale_layout)
     for name, array, wanted in (
         ("tokens", tokens, payload_dtype(format, "")),
@@ -254,11 +251,11 @@ def _from_columns(
 ) -> jax.Array:
     """Returns scales that lie in columns as scales by row."""
     allowed = [name for name in names() if columns_of_scales(name)]
-    if scale_layout != "columns" or format not in allowed:
+    if not errors.is_one_of(scale_layout, ("columns",)) or format not in allowed:
         raise errors.invalid(
             "formats.dequantize",
             f'scale_layout must be "rows", or "columns" for a format of {allowed}',
-            f"{scale_layout!r} for {format!r}",
+            f"{errors.brief(scale_layout)} for {format!r}",
             "pass scales by row, and jax_ep.dequantize the result of a dispatch",
         )
     if tokens.ndim != 2 or scales.ndim != 2:
@@ -272,10 +269,10 @@ def _from_columns(
 
 
 def _require_format(function: str, format: Format) -> None:
-    if format not in _FORMATS:
+    if not errors.is_one_of(format, _FORMATS):
         raise ValueError(
             f"jax_ep.formats.{function}: format must be one of {list(names())}, got "
-            f"{format!r}; docs/formats.md describes them"
+            f"{errors.brief(format)}; docs/formats.md describes them"
         )
 
 

@@ -281,10 +281,10 @@ def balance(
     errors.require(
         slots % ranks == 0 and slots >= experts,
         "placement.balance",
-        f"num_slots must be a multiple of ep_size, {ranks}, and at least the number of "
-        f"experts, {experts}",
+        f"num_slots must be a multiple of ep_size, {errors.brief(ranks)}, and at least "
+        f"the number of experts, {experts}",
         slots,
-        f"{-(-experts // ranks) * ranks} is the least",
+        f"{errors.brief(-(-experts // ranks) * ranks)} is the least",
     )
     per_node = ranks
     if ranks_per_node is not None:
@@ -292,7 +292,7 @@ def balance(
     errors.require(
         ranks % per_node == 0,
         "placement.balance",
-        f"ranks_per_node must divide ep_size, {ranks}",
+        f"ranks_per_node must divide ep_size, {errors.brief(ranks)}",
         per_node,
         "leave it out if all ranks are equally close",
     )
@@ -336,7 +336,7 @@ def _checked_load(load: Any) -> np.ndarray:
     found = np.asarray(load)
     try:
         found = found.astype(np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         rule, kind = f"load must be {what}", type(load).__name__
         raise errors.invalid(
             "placement.balance", rule, kind, remedy, operand="load", kind=TypeError
@@ -366,7 +366,7 @@ def _checked_int(function: str, name: str, value: Any) -> int:
         and int(value) >= 1,
         f"placement.{function}",
         f"{name} must be a positive int",
-        repr(value),
+        errors.brief(value),
         "pass one",
     )
     return int(value)

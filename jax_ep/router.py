@@ -64,13 +64,13 @@ class Router:
     def __post_init__(self) -> None:
         """Validates everything that does not depend on the number of experts."""
         errors.require(
-            self.score in SCORES,
+            errors.is_one_of(self.score, SCORES),
             "router.Router",
             f"score must be one of {list(SCORES)}",
-            repr(self.score),
+            errors.brief(self.score),
             'the default is "softmax"',
         )
-        real = isinstance(self.scale, numbers.Real) and math.isfinite(self.scale)
+        real = isinstance(self.scale, numbers.Real) and _is_finite(self.scale)
         errors.require(
             (self.normalize is None or isinstance(self.normalize, bool)) and real,
             "router.Router",
@@ -83,11 +83,11 @@ class Router:
             count = getattr(self, name)
             what = f"{name} must be an int of at least 1"
             good = type(count) is int and count >= 1
-            errors.require(good, "router.Router", what, repr(count), remedy)
+            errors.require(good, "router.Router", what, errors.brief(count), remedy)
         errors.require(
             self.top_groups <= self.num_groups,
             "router.Router",
-            f"top_groups must be at most num_groups, {self.num_groups}",
+            f"top_groups must be at most num_groups, {errors.brief(self.num_groups)}",
             self.top_groups,
             remedy,
         )
@@ -113,6 +113,13 @@ class Routing:
     logits: jax.Array
     probabilities: jax.Array
     loss: jax.Array | None = None
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 # What moe_ffn and the layers accept as `router=` besides a `Router`: a function of

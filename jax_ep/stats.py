@@ -106,8 +106,8 @@ def init(ep: EPHandle, axis_names: str | Sequence[str] | None = None) -> Load:
     names = known if axis_names is None else axis_names
     must = (
         f"jax_ep.stats.init: axis_names must be distinct axes of the mesh, {known}, "
-        f"that include {ep.axis_names} of ep, got {axis_names!r}; leave it out for all "
-        "axes"
+        f"that include {ep.axis_names} of ep, got {errors.brief(axis_names)}; leave it "
+        "out for all axes"
     )
     if not isinstance(names, str) and not (
         isinstance(names, Sequence) and all(isinstance(name, str) for name in names)

@@ -74,6 +74,16 @@ def as_ids(function: str, name: str, value: Any) -> jax.Array:
     return as_array(function, name, value)
 
 
+def dtype_of(value: Any) -> jnp.dtype | None:
+    """Returns what `jax.numpy.dtype` makes of `value`, or None if it is no dtype."""
+    if value is None:  # NumPy's default
+        return None
+    try:
+        return jnp.dtype(value)
+    except Exception:  # of many kinds, for values that NumPy cannot even write
+        return None
+
+
 def require_values(function: str, name: str, value: Any) -> None:
     """Raises TypeError for a shape without values, such as a jax.ShapeDtypeStruct."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):

@@ -18,7 +18,7 @@ def check_choice(function: str, router: Router, experts: int, top_k: int) -> Non
         isinstance(top_k, numbers.Integral) and 1 <= top_k <= experts,
         function,
         f"top_k must be an int from 1 to num_experts, {experts}",
-        repr(top_k),
+        errors.brief(top_k),
         "pass a value within these bounds",
     )
     groups = router.num_groups
@@ -27,7 +27,8 @@ def check_choice(function: str, router: Router, experts: int, top_k: int) -> Non
         experts % groups == 0 and size * router.top_groups >= top_k,
         function,
         "num_groups must divide the experts and top_groups must hold top_k experts",
-        f"{experts} experts in {groups} groups, top {router.top_groups}, top_k {top_k}",
+        f"{experts} experts in {errors.brief(groups)} groups, top "
+        f"{errors.brief(router.top_groups)}, top_k {top_k}",
         "change num_groups or top_groups",
     )
     errors.require(

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import formats
 from jax_ep._core import calls, errors
+from jax_ep._core.arrays import dtype_of
 from jax_ep._core.literals import (
     DTYPES,
     OVERLAPS,
@@ -32,7 +33,7 @@ CAPACITY_MULTIPLE = 128
 
 
 def _require(holds: bool, rule: str, value: Any, remedy: str) -> None:
-    errors.require(holds, "EPConfig", rule, repr(value), remedy)
+    errors.require(holds, "EPConfig", rule, errors.brief(value), remedy)
 
 
 def _is_number(value: Any) -> bool:
@@ -46,7 +47,7 @@ def _require_int(name: str, value: Any, low: int, high: int | None = None) -> No
         raise errors.invalid(
             "EPConfig",
             f"{name} must be an int",
-            f"{value!r} of type {type(value).__name__}",
+            f"{errors.brief(value)} of type {type(value).__name__}",
             "convert it with int()",
             kind=TypeError,
         )
@@ -234,7 +235,7 @@ class EPConfig:
     def _check_options(self) -> None:
         names = formats.names()
         _require(
-            self.dispatch_format in names,
+            errors.is_one_of(self.dispatch_format, names),
             f"dispatch_format must be one of {list(names)}",
             self.dispatch_format,
             '"bf16" sends tokens unchanged',
@@ -248,7 +249,7 @@ class EPConfig:
         ):
             value = getattr(self, name)
             _require(
-                value in allowed,
+                errors.is_one_of(value, allowed),
                 f"{name} must be one of {list(allowed)}",
                 value,
                 f"the default is {allowed[0]!r}",
@@ -389,10 +390,8 @@ class EPConfig:
 
 
 def _dtype_name(field: str, value: Any) -> Dtype:
-    try:
-        name = jnp.dtype(value).name
-    except TypeError:
-        name = None
+    found = dtype_of(value)
+    name = found and found.name
     remedy = (
         "cast tokens to one of these"
         if field == "dtype"

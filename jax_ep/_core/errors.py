@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 # The attribute of an exception that holds its `Parts`.
@@ -47,6 +47,34 @@ def _made(kind: type[Exception], parts: Parts) -> Exception:
     return error
 
 
+_LONGEST = 100
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxtuple = 1, 3, 3
+_BRIEF.maxstring = _BRIEF.maxother = _LONGEST
+
+
+def brief(value: Any) -> str:
+    """Returns `repr(value)`, its beginning if that is long, or its type if it has none.
+
+    Python refuses to write an int of more than 4,300 digits, also inside of a list.
+    """
+    try:
+        text = repr(value)
+        return text if len(text) <= _LONGEST else _BRIEF.repr(value)
+    except Exception:
+        if isinstance(value, int):
+            return f"an int of {value.bit_length()} bits"
+        return f"a {type(value).__name__} that cannot be written"
+
+
+def is_one_of(value: Any, names: Container[str | None]) -> bool:
+    """Whether `value` is a string (or None) among `names`; arrays cannot be compared.
+
+    `in` alone asks an array for its truth value, and raises.
+    """
+    return (value is None or isinstance(value, str)) and value in names
+
+
 def invalid(
     function: str,
     rule: str,
@@ -57,7 +85,8 @@ def invalid(
     kind: type[Exception] = ValueError,
 ) -> Exception:
     """An error for a wrong value, to be raised by the caller."""
-    return _made(kind, Parts(function, f"{rule}, got {value}", remedy, operand))
+    got = value if isinstance(value, str) else brief(value, str)
+    return _made(kind, Parts(function, f"{rule}, got {got}", remedy, operand))
 
 
 def unusable(
@@ -82,21 +111,6 @@ def require_type(
         raise invalid(
             function, rule, brief(value), remedy, operand=name, kind=TypeError
         )
-
-
-_LONGEST = 100
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxtuple = 1, 3, 3
-_BRIEF.maxstring = _BRIEF.maxother = _LONGEST
-
-
-def brief(value: Any) -> str:
-    """Returns `repr(value)`, or its beginning if that is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python prints
-        return f"{type(value).__name__} with too many digits to print"
-    return text if len(text) <= _LONGEST else _BRIEF.repr(value)
 
 
 @contextlib.contextmanager

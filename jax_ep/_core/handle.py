@@ -127,7 +127,7 @@ class EPHandle:
             raise errors.invalid(
                 "EPHandle",
                 "attributes of a handle must stay as init set them",
-                f"{name} = {value!r}",
+                f"{name} = {errors.brief(value)}",
                 "call jax_ep.init with another config",
                 kind=AttributeError,
             )

@@ -406,7 +406,7 @@ def _axes(function: str, axis_name: Any) -> tuple[str, ...]:
         raise errors.invalid(
             function,
             "axis_name must be the name of a mesh axis, or a tuple of names",
-            repr(axis_name),
+            errors.brief(axis_name),
             "name the axes that the experts are split over",
         )
     if not checks.in_scope(tuple(names)):
@@ -481,7 +481,7 @@ def config_of(
             )
         allowed, why = _ONLY.get(name, ((value,), ""))
         # By repr, since a value may be of any type, such as an array.
-        if repr(value) not in map(repr, allowed):
+        if errors.brief(value) not in map(errors.shown, allowed):
             raise errors.invalid(
                 function,
                 f"{name} must be {allowed[0]!r} here, because {why}",
@@ -507,11 +507,11 @@ def require_scatter(
     if axis is None:
         return
     others = [name for name in mesh.axis_names if name not in ep_axes]
-    if axis not in others:
+    if not errors.is_one_of(axis, others):
         raise errors.invalid(
             function,
             f"scatter_axis must be a mesh axis outside of {ep_axes}, of {others}",
-            repr(axis),
+            errors.brief(axis),
             "leave it out if the experts are not split",
         )
     size, multiple = mesh.shape[axis], config.column_multiple

@@ -138,13 +138,13 @@ def _names(
     if (
         not isinstance(names, tuple | list)
         or not names
-        or any(name not in known for name in names)
+        or not all(errors.is_one_of(name, known) for name in names)
         or len(set(names)) < len(names)
     ):
         raise errors.invalid(
             FUNCTION,
             f"{argument} must be a mesh axis of {known}, or a tuple of distinct ones",
-            repr(given),
+            errors.brief(given),
             "name the axes as the mesh does",
         )
     return tuple(names)
@@ -270,7 +270,7 @@ def _leading_spec(
             FUNCTION,
             f"spec must shard the {len(leading)} leading dimensions of tokens over "
             f"mesh axes that include {ep_axes} and not scatter_axis, each once",
-            repr(spec),
+            errors.brief(spec),
             "leave it out to shard dimension 0",
         )
     for size, entry in zip(leading, entries, strict=False):

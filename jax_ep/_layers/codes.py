@@ -54,10 +54,10 @@ class Form(NamedTuple):
 def require_format(function: str, name: Any) -> None:
     """Raises unless `name` is None or a format of weights."""
     errors.require(
-        name is None or name in WEIGHT_FORMATS,
+        errors.is_one_of(name, {None, *WEIGHT_FORMATS}),
         function,
         f"weights_format must be None or one of {list(WEIGHT_FORMATS)}",
-        repr(name),
+        errors.brief(name),
         "leave it out to hold weights that can be trained",
     )
 

@@ -54,7 +54,7 @@ def require_axis(
         raise errors.invalid(
             function,
             f"fsdp_axis_name must be an axis of the mesh outside of {used}",
-            f"{axis!r} for axes {mesh.axis_names}",
+            f"{errors.brief(axis)} for axes {mesh.axis_names}",
             "pass the name of the data axis",
         )
     if axis not in split:

@@ -159,13 +159,14 @@ class Layer(Arguments):
             raise ValueError(
                 f"jax_ep.{self.function}: shared_intermediate_size must be "
                 f"intermediate_size {self.intermediate_size} with fused_shared_expert, "
-                f"got {shared!r}; pass it, or leave fused_shared_expert out"
+                f"got {errors.brief(shared)}; pass it, or leave fused_shared_expert out"
             )
         tp = self.tp_axis_name
-        if tp is not None and (tp not in self.mesh.axis_names or tp in self.ep_axes):
+        others = set(self.mesh.axis_names) - set(self.ep_axes)
+        if not errors.is_one_of(tp, {None, *others}):
             raise ValueError(
                 f"jax_ep.{self.function}: tp_axis_name must be an axis of the mesh "
-                f"outside of {self.ep_axes}, got {tp!r}; the mesh has "
+                f"outside of {self.ep_axes}, got {errors.brief(tp)}; the mesh has "
                 f"{self.mesh.axis_names}"
             )
         require_spec(self.function, self.spec, self.mesh, self.ep_axes, tp)
@@ -182,12 +183,12 @@ class Layer(Arguments):
             if value is None and name.startswith("shared"):
                 continue
             parts = self.mesh.shape[tp] if tp else 1
-            if type(value) is not int or value < 1 or value % parts:
+            if type(value) is not int or not 0 < value < 2**31 or value % parts:
                 multiple = f"multiple of {parts}, the size of tp_axis_name"
                 raise ValueError(
                     f"jax_ep.{self.function}: {name} must be an int and "
-                    f"{f'a positive {multiple}' if tp else 'positive'}, got {value!r}; "
-                    "change it, or convert it with int()"
+                    f"{f'a positive {multiple}' if tp else 'positive'}, below 2**31, "
+                    f"got {errors.brief(value)}; change it, or convert it with int()"
                 )
         if self._multiple > 1:
             hidden, inner = self.config.hidden_size, self.intermediate_size

@@ -157,7 +157,7 @@ def check_choices(
     _require(
         batch_axes is None or (names and set(batch_axes) <= set(known)),
         rule=f"batch_axes must be a sequence of manual axes of the call, of {known}",
-        value=repr(batch_axes),
+        value=errors.brief(batch_axes),
         remedy="leave it out to use all of them",
     )
 
@@ -423,10 +423,9 @@ def checked_params(
         remedy="pass both or none",
     )
     _require(
-        tp_axis is None
-        or (tp_axis in ep.mesh.axis_names and tp_axis not in ep.axis_names),
+        errors.is_one_of(tp_axis, {None, *ep.mesh.axis_names} - set(ep.axis_names)),
         rule=f"tp_axis must be an axis of the mesh outside of {ep.axis_names}",
-        value=repr(tp_axis),
+        value=errors.brief(tp_axis),
         remedy="leave it out if experts are not split",
     )
     require_mode("moe_ffn", ep.config)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep._core import calls, errors, traces
+from jax_ep._core.arrays import dtype_of
 from jax_ep._core.config import EPConfig
 
 
@@ -133,13 +134,11 @@ _FIXED = {"reduce", "skip_a2a", "allreduce_world_size"}
 
 def param_dtype(function: str, dtype: Any) -> jnp.dtype:
     """Returns `dtype` as a dtype; raises TypeError unless it is a floating one."""
-    try:
-        found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:  # not a dtype
-        found = None
+    found = dtype_of(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(
-            f"jax_ep.{function}: param_dtype must be a floating dtype, got {dtype!r}; "
+            f"jax_ep.{function}: param_dtype must be a floating dtype, got "
+            f"{errors.brief(dtype)}; "
             'the default is "float32"'
         )
     return found
@@ -207,7 +206,7 @@ def require_spec(
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise TypeError(
             f"jax_ep.{function}: spec must be a jax.sharding.PartitionSpec, got "
-            f"{spec!r}; {remedy}"
+            f"{errors.brief(spec)}; {remedy}"
         )
     if spec is not None and PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise ValueError(

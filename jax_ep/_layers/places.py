@@ -34,7 +34,7 @@ def checked_slots(
             raise errors.invalid(
                 function,
                 f"{name} must be a positive int",
-                repr(value),
+                errors.brief(value),
                 "convert it with int()"
                 if isinstance(value, np.integer)
                 else "leave num_slots out for one place per expert",
@@ -42,7 +42,7 @@ def checked_slots(
     errors.require(
         slots >= experts,
         function,
-        f"num_slots must be at least num_experts, {experts}",
+        f"num_slots must be at least num_experts, {errors.brief(experts)}",
         slots,
         "it counts a place for every expert, and those of the copies",
     )
@@ -51,12 +51,12 @@ def checked_slots(
         function,
         f"num_slots must be a multiple of {ranks}, the number of ranks in the EP group",
         slots,
-        f"the next is {-(-slots // ranks) * ranks}",
+        f"the next is {errors.brief(-(-slots // ranks) * ranks)}",
     )
     errors.require(
         not isinstance(top_k, int) or top_k <= experts,
         function,
-        f"top_k must be at most num_experts, {experts}",
+        f"top_k must be at most num_experts, {errors.brief(experts)}",
         top_k,
         "choose fewer experts per token",
     )

@@ -93,7 +93,7 @@ def init(
 
 def checked(mesh: Mesh, axis_name: Any, config: Any, transport: Any) -> tuple[str, ...]:
     """Returns the axes of the EP group; raises unless all arguments are valid."""
-    _check_arguments(config, transport)
+    check_arguments(config, transport)
     names = group_axes(mesh, axis_name, config)
     _check_served(config, _ranks(mesh, names))
     return names
@@ -104,7 +104,8 @@ def _time_limit(config: Any) -> float:
     return config.timeout_s if isinstance(config, EPConfig) else EPConfig.timeout_s
 
 
-def _check_arguments(config: Any, transport: Any) -> None:
+def check_arguments(config: Any, transport: Any) -> None:
+    """Raises unless the last two arguments of `init` are of their kinds."""
     if not isinstance(config, EPConfig):
         raise errors.invalid(
             "init",
@@ -114,7 +115,7 @@ def _check_arguments(config: Any, transport: Any) -> None:
             kind=TypeError,
         )
     names = ("auto", *transports.names())
-    if transport not in names:
+    if not errors.is_one_of(transport, names):
         raise errors.invalid(
             "init",
             f"transport must be one of {names}",

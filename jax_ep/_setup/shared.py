@@ -88,12 +88,12 @@ def shared_handle(
     """
     runtime.require_unforked()
     mesh = init.resolved_mesh(mesh)
+    init.check_arguments(config, transport)
     key = (mesh, init.axis_names(mesh, axis_name), config, transport)
-    if isinstance(config, EPConfig):
-        with _lock:
-            found = _handles.get(key)
-        if found is not None and not found.closed:
-            return found
+    with _lock:
+        found = _handles.get(key)
+    if found is not None and not found.closed:
+        return found
     names = init.checked(mesh, axis_name, config, transport)
     request = _request(mesh, names, config, transport)
     content = _content(request)
