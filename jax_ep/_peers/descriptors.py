@@ -24,6 +24,9 @@ import time
 # descriptor with that number.
 _MESSAGE = struct.Struct("<8s16sq")
 _MAGIC = b"jax_ep/1"
+# In the place of the magic: the server's process cannot open one more file. The secret
+# is left out.
+_FULL = b"jax_ep/f"
 _PREFIX = b"\0jax_ep-"
 _NO_NUMBER = -1  # no descriptor has this number
 # Limit on a server's open connections: more than a host has devices, fewer than the
@@ -40,20 +43,39 @@ _PAUSE_MS = 50
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+class Full(ConnectionError):
+    """The process of the server cannot open one more file."""
+
+    def __init__(self) -> None:
+        """Sets the code and the message of an OSError."""
+        super().__init__(errno.EMFILE, "the process cannot open one more file")
+
+
+class OtherUser(PermissionError):
+    """The server may run as another user."""
+
+    def __init__(self) -> None:
+        """Sets the code and the message of an OSError."""
+        words = "the socket belongs to another user than this process"
+        super().__init__(errno.EPERM, words)
+
+
 class DescriptorServer:
     """Serves descriptors by number, from a thread, to clients that know its address.
 
     The address contains a secret, because other users of the host can see the socket.
     The server drops other users before they can ask. No client can block it: beyond
-    `_MAX_CLIENTS` a new client replaces the oldest that has not shown the secret, and
-    when the process runs out of files the server waits.
+    `_MAX_CLIENTS` a new client replaces the oldest that has not shown the secret. When
+    the process runs out of files, the server tells clients so and closes them, by means
+    of a file that it keeps spare.
     """
 
     def __init__(self) -> None:
         """Starts to listen, with no descriptors yet.
 
         Raises:
-            OSError: the process cannot open more files.
+            OSError: the process cannot open more files or start one more thread, or the
+                system refuses a call.
         """
         self._name, self._secret = secrets.token_bytes(8), secrets.token_bytes(16)
         self._descriptors: dict[int, int] = {}
@@ -65,6 +87,7 @@ class DescriptorServer:
             listener.setblocking(False)
             listener.bind(_PREFIX + self._name.hex().encode())
             listener.listen(_BACKLOG)
+            self._spare = stack.enter_context(listener.dup())
             self._wake, woken = socket.socketpair()
             stack.enter_context(woken)
             for source in (listener, woken):
@@ -72,7 +95,12 @@ class DescriptorServer:
             opened = stack.pop_all()
         args = (woken, selector, opened)
         self._thread = threading.Thread(target=self._serve, args=args, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may not start one more
+            opened.close()
+            self._wake.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     @property
     def address(self) -> str:
@@ -103,6 +131,7 @@ class DescriptorServer:
             # Oldest first; the value tells whether the client has shown the secret.
             clients: dict[socket.socket, bool] = {}
             opened.callback(lambda: [client.close() for client in clients])
+            opened.callback(lambda: self._spare.close())
 
             def leave(client: socket.socket) -> None:
                 del clients[client]
@@ -156,15 +185,37 @@ class DescriptorServer:
             client = self._listener.accept()[0]
         except OSError as error:
             if error.errno in _NO_ROOM:
-                # The listener stays readable, so without a pause this would spin.
-                pause = select.poll()
-                pause.register(woken, select.POLLIN)
-                pause.poll(_PAUSE_MS)
+                self._turn_away(woken)
             return None
         client.setblocking(False)
-        if not _same_user(client):
+        if not self._is_ours(client):
             client.close()
         return client
+
+    @staticmethod
+    def _is_ours(client: socket.socket) -> bool:
+        try:
+            return _same_user(client)
+        except OSError:  # the system does not say
+            return False
+
+    def _turn_away(self, woken: socket.socket) -> None:
+        """Tells the next client that there is no room for it, in the spare file."""
+        self._spare.close()
+        try:
+            with self._listener.accept()[0] as client:
+                client.setblocking(False)
+                if self._is_ours(client):
+                    # Its request comes first: to close without reading it would reset
+                    # the connection, and the client would not get the answer.
+                    _pause(woken, client)
+                    client.recv(_MESSAGE.size + 1)
+                    client.send(_MESSAGE.pack(_FULL, bytes(16), _NO_NUMBER))
+        except OSError:
+            # The listener stays readable, so without a pause this would spin.
+            _pause(woken)
+        with contextlib.suppress(OSError):  # another thread took the file
+            self._spare = self._listener.dup()
 
     def _answer(self, client: socket.socket) -> bool | None:
         """Answers without blocking; False for a bad client, None without a request."""
@@ -192,7 +243,7 @@ class DescriptorClient:
         """Connects.
 
         Raises:
-            PermissionError: the server runs as another user, or as one that the user
+            OtherUser: the server runs as another user, or as one that the user
                 namespace of this process does not map.
             OSError: there is no such server in this network namespace.
         """
@@ -202,6 +253,11 @@ class DescriptorClient:
         self._timeout_s = timeout_s
         self._socket = self._connected(time.monotonic() + timeout_s)
 
+    def limit(self, timeout_s: float) -> None:
+        """Sets the limit on each of the following waits."""
+        self._timeout_s = timeout_s
+        self._socket.settimeout(timeout_s)
+
     def _connected(self, end: float) -> socket.socket:
         while True:
             found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -210,9 +266,7 @@ class DescriptorClient:
                 found.connect(self._name)
                 if _same_user(found):
                     return found
-                raise PermissionError(
-                    errno.EPERM, "the socket belongs to another user than this process"
-                )
+                raise OtherUser
             except BlockingIOError:
                 # The backlog is full; the server works through it.
                 found.close()
@@ -229,6 +283,7 @@ class DescriptorClient:
         """Waits for an answer, which shows that the server accepts this user.
 
         Raises:
+            Full: the server's process has no room for one more file.
             OSError: the server keeps closing the connection.
         """
         end = time.monotonic() + min(_COME_AGAIN_S, self._timeout_s)
@@ -274,6 +329,8 @@ class DescriptorClient:
             return taken, flags
         for descriptor in taken:
             os.close(descriptor)
+        if answer.startswith(_FULL):
+            raise Full
         if not answer:
             raise ConnectionResetError("the server closed the connection")
         raise OSError(f"malformed answer {answer[:16]!r}")
@@ -281,6 +338,14 @@ class DescriptorClient:
     def close(self) -> None:
         """Closes the connection, but not the descriptors that were taken."""
         self._socket.close()
+
+
+def _pause(*sources: socket.socket) -> None:
+    """Waits a moment, or until there is something to read."""
+    pause = select.poll()
+    for source in sources:
+        pause.register(source, select.POLLIN)
+    pause.poll(_PAUSE_MS)
 
 
 def _same_user(connection: socket.socket) -> bool:

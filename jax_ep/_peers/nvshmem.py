@@ -19,11 +19,19 @@ import numpy as np
 
 from jax_ep._core.config import EPConfig
 from jax_ep._native import loader
-from jax_ep._peers import topology, windows
+from jax_ep._peers import answers, topology, windows
 from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._peers.windows import NotMapped, Obstacle
 
 T = TypeVar("T")
+
+# What processes tell each other, step by step.
+_INFO = answers.record(
+    obstacle=answers.obstacle, started=answers.flag, kernels=answers.flag
+)
+_ID = answers.record(
+    name=answers.optional(answers.hexadecimal), failure=answers.obstacle
+)
 
 LIBRARY = "libnvshmem_host.so.3"
 _FOR_CUDA_12 = loader.plugin is not None and loader.plugin.extra == "cuda12"
@@ -125,12 +133,13 @@ class Heap:
             return "jax.distributed.initialize() in a mesh of several processes", "none"
         # NVSHMEM's calls wait for all processes, so all must make them in one order.
         rendezvous.take_turn(self._turn)
-        info = {
-            "obstacle": self.own_obstacle(groups, rendezvous.own),
-            "started": bool(self.processes),
-            "kernels": bool(getattr(self._find(), "HAS_KERNELS", False)),
-        }
-        infos = rendezvous.gather("shmem", info)
+        info = {"obstacle": None, "started": bool(self.processes), "kernels": False}
+        try:
+            info["obstacle"] = self.own_obstacle(groups, rendezvous.own)
+            info["kernels"] = bool(getattr(self._find(), "HAS_KERNELS", False))
+        except (OSError, ImportError) as error:  # such as for lack of descriptors
+            info["obstacle"] = "NVSHMEM's library and jax_ep's module", str(error)
+        infos = rendezvous.ask("shmem", info, _INFO)
         found = windows.first({p: info["obstacle"] for p, info in infos.items()})
         if found is not None:
             return found
@@ -178,9 +187,8 @@ class Heap:
         block = self._bounded(self._module().allocate, config.timeout_s, size)
         if block:
             self.blocks[key] = block
-        lacks = rendezvous.gather(
-            "heap", None if block else (f"{size} bytes", "no room")
-        )
+        lack = None if block else (f"{size} bytes", "no room")
+        lacks = rendezvous.ask("heap", lack, answers.obstacle)
         short = windows.first(lacks)
         if short is not None:
             if None in lacks.values():
@@ -200,10 +208,11 @@ class Heap:
         kernels: list[int] = []
         if far:
             try:
-                kernels = self._bounded(self._module().kernels, config.timeout_s / 2)
+                limit_s = min(config.timeout_s / 2, rendezvous.apart_s())
+                kernels = self._bounded(self._module().kernels, limit_s)
             except RuntimeError:
                 obstacle = ("NVSHMEM to take jax_ep's device code", str(self.broken))
-        found = windows.first(rendezvous.gather("reached", obstacle))
+        found = windows.first(rendezvous.ask("reached", obstacle, answers.obstacle))
         if found is not None:
             raise NotMapped(found)
         native.open_windows(
@@ -280,14 +289,16 @@ class Heap:
         name, failure = None, None
         if rendezvous.own == first:
             try:
-                name = self._bounded(self._module().unique_id, timeout_s / 2).hex()
+                limit_s = min(timeout_s / 2, rendezvous.apart_s())
+                name = self._bounded(self._module().unique_id, limit_s).hex()
             except RuntimeError as error:
                 failure = ("NVSHMEM to start in all processes", str(self.broken))
                 if (
                     error.__cause__ is not None
                 ):  # no network yet, so init can be retried
                     self.broken = None
-        ids = rendezvous.gather("id", {"name": name, "failure": failure})
+        told = {"name": name, "failure": failure}
+        ids = rendezvous.ask("id", told, _ID)
         found = windows.first({p: info["failure"] for p, info in ids.items()})
         if found is not None:
             raise NotMapped(found)
@@ -296,11 +307,12 @@ class Heap:
         pe, pes = rendezvous.processes.index(rendezvous.own), len(rendezvous.processes)
         ordinal = windows.ordinal(device)
         try:
-            # Half of the time, because a process that fails at once waits for others.
-            self._bounded(self._module().start, timeout_s / 2, name, pe, pes, ordinal)
+            # A part of the time, because a process that fails at once waits for others.
+            limit_s = min(timeout_s / 2, rendezvous.apart_s())
+            self._bounded(self._module().start, limit_s, name, pe, pes, ordinal)
         except RuntimeError:
             failure = ("NVSHMEM to start in all processes", str(self.broken))
-        found = windows.first(rendezvous.gather("started", failure))
+        found = windows.first(rendezvous.ask("started", failure, answers.obstacle))
         if found is not None:
             self.broken = self.broken or "a start that failed in another process"
             raise NotMapped(found)
@@ -313,9 +325,10 @@ class Heap:
         in_use = set(native.given_windows_in_use())
         closed = [key for key, block in self.blocks.items() if block not in in_use]
         # As strings, because keys have 63 bits.
-        answers = rendezvous.gather("closed", [str(key) for key in closed])
+        told = [str(key) for key in closed]
+        everywhere = rendezvous.ask("closed", told, answers.several(answers.text))
         for key in closed:
-            if all(str(key) in keys for keys in answers.values()):
+            if all(str(key) in keys for keys in everywhere.values()):
                 self._bounded(self._module().free, timeout_s, self.blocks[key])
                 del self.blocks[key]
 

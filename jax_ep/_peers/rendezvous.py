@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import reprlib
 import secrets
 import threading
 import time
@@ -26,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ep._core import threads
+from jax_ep._peers import answers
 
 # At run time this is imported where it is used, because most jobs pass no descriptors.
 if TYPE_CHECKING:
@@ -35,8 +37,12 @@ Result = TypeVar("Result")
 
 # Waits run in slices, between which a process looks for others that have given up.
 _SLICE_S = 0.5
+_LEAST_S = 0.01
 # Limit on the time that leaving a rendezvous after a failure takes.
 _FAREWELL_S = 3.0
+# How much longer than the time limit a store may be silent in the last step. After
+# about this time JAX ends the processes of a job whose coordinator is silent.
+_SILENT_S = 100.0
 
 
 class _Memory:
@@ -124,6 +130,9 @@ class Rendezvous:
         self._turns: list[threading.Lock] = []
         who = hashlib.sha256(f"{processes}{series}".encode()).hexdigest()[:16]
         self._memory = _memories[who, own]
+        # When waits for other processes outside of the store began, since the last
+        # step.
+        self._apart_since: float | None = None
         self._stale: set[str] = set()  # keys of earlier rendezvous
         if self.alone:
             return
@@ -138,6 +147,8 @@ class Rendezvous:
         self._inside = False  # whether that step is still going on
         self._over = False  # whether a verdict has ended the rendezvous
         self._end = 0.0  # deadline of the current wait, by time.monotonic
+        # Until when the last step waits for a silent store.
+        self._patient_until = 0.0
 
     @staticmethod
     def of(mesh: Mesh, timeout_s: float, series: str = "") -> Rendezvous:
@@ -165,6 +176,7 @@ class Rendezvous:
             ValueError: a process has another subject.
         """
         if self.alone:
+            self._apart_since = None
             return {self.own: json.loads(json.dumps(value))}
         self.begin()
         if not self._folder:
@@ -172,19 +184,49 @@ class Rendezvous:
         self._step += 1
         return self._exchange(step, value)
 
+    def ask(self, step: str, value: Any, check: answers.Check) -> dict[int, Any]:
+        """Like `gather`, and raises RuntimeError unless all values pass `check`."""
+        found = self.gather(step, value)
+        for process, answer in found.items():
+            if not check(answer):
+                raise _unreadable(
+                    f"process {process} sent {reprlib.repr(answer)} in step {step!r}"
+                )
+        return found
+
     def conclude(self) -> None:
         """Runs the last steps, after which init succeeded in all processes or in none.
 
         There are two, because a process that was stopped for a long time may find the
         leftovers of a rendezvous that the others have given up.
+
+        Whoever has come to the second one leaves it with its verdict only, however
+        long the store is silent (up to a limit): the others may have it already.
         """
-        if self.possible:
-            self.gather("done", None)
+        if not self.possible:
+            return
+        self.gather("done", None)
+        self._patient_until = time.monotonic() + self._timeout_s + _SILENT_S
+        try:
             self.gather("agreed", None)
+        finally:
+            self._patient_until = 0.0
+
+    def apart_s(self) -> float:
+        """Returns the time left for waits outside of the store before the next step.
+
+        All of them together get half of the time limit. So a process that waits for
+        one that stands still comes to the next step before the others' time is up, and
+        is not taken for the one that stands still.
+        """
+        now = time.monotonic()
+        if self._apart_since is None:
+            self._apart_since = now
+        return max(_LEAST_S, self._apart_since + self._timeout_s / 2 - now)
 
     def unreadable(self, error: Exception) -> Exception:
         """Returns the error to raise for `error`, which reading an answer caused."""
-        return error if self.alone or not self.possible else _unreadable(error)
+        return error if self.alone or not self.possible else _unreadable(_words(error))
 
     def begin(self) -> None:
         """Makes other threads' rendezvous of the same processes wait for this one."""
@@ -232,7 +274,7 @@ class Rendezvous:
         that failed attempts left behind, in any process, are never taken for answers,
         and processes that failed at different times find each other again.
         """
-        self._end = time.monotonic() + self._timeout_s
+        self._end, self._apart_since = time.monotonic() + self._timeout_s, None
         info = {
             "subject": hashlib.sha256(_bytes(self.subject)).hexdigest(),
             "attempt": self._attempt,
@@ -244,11 +286,10 @@ class Rendezvous:
         else:
             self._delete(self._failed_key())
             found = self._accept(info)
-        try:
-            subjects = {process: info["subject"] for process, info in found.items()}
-            self._memory.attempts = max(int(info["attempt"]) for info in found.values())
-        except (KeyError, TypeError, ValueError) as error:
-            raise _unreadable(error) from error
+        if not all(map(_INFO, found.values())):
+            raise _unreadable(f"ValueError: {reprlib.repr(found)} in step 'arrival'")
+        subjects = {process: info["subject"] for process, info in found.items()}
+        self._memory.attempts = max(info["attempt"] for info in found.values())
         # All have arrived, so nobody needs keys of the previous rendezvous.
         for key in self._stale - self._memory.left:
             self._delete(key)
@@ -272,6 +313,8 @@ class Rendezvous:
         seen = ""
         while True:
             invitation = self._get(f"{self._root}/invitation") or {}
+            if invitation and not _INVITATION(invitation):
+                raise _unreadable(f"ValueError: {reprlib.repr(invitation)}")
             token = str(invitation.get("token"))
             if invitation and token != seen:
                 seen = token
@@ -299,9 +342,9 @@ class Rendezvous:
 
     def _concerns(self, told: dict[str, Any]) -> bool:
         """Whether a failure before arrival belongs to this attempt, and is new."""
-        token, attempt = told.get("token"), told.get("attempt")
-        if not isinstance(token, str) or not isinstance(attempt, int):
+        if not _INVITATION(told):
             return False
+        token, attempt = told["token"], told["attempt"]
         of_this = self._placed or attempt >= self._attempt
         news = of_this and token not in self._memory.told
         if news:
@@ -312,7 +355,9 @@ class Rendezvous:
 
     def _exchange(self, step: str, value: Any) -> dict[int, Any]:
         if self._step:
-            self._end = time.monotonic() + self._timeout_s
+            begun = self._apart_since or time.monotonic()
+            self._end = begun + self._timeout_s
+        self._apart_since = None
         self._inside = True
         if self.own == self._first:
             verdict = self._collect(value)
@@ -380,6 +425,8 @@ class Rendezvous:
     def _judged(self, verdict: Any) -> dict[int, Any]:
         """Returns the values of a verdict, or raises the failure that it reports."""
         self._inside = False
+        # What follows is best effort, and must not outlast a store that is silent.
+        self._end, self._patient_until = time.monotonic(), 0.0
         if self.own == self._first:
             # Processes at this step have read the verdict of the step before. That of
             # the arrival stays, to tell late processes that they cannot join.
@@ -396,7 +443,7 @@ class Rendezvous:
         try:
             return {p: verdict["values"][str(p)] for p in self.processes}
         except (KeyError, TypeError) as error:
-            raise _unreadable(error) from error
+            raise _unreadable(_words(error)) from error
 
     # ---- The store ----
 
@@ -419,15 +466,12 @@ class Rendezvous:
         would block for ever.
         """
         store = self._store
-        limit = max(self._left_s(), _SLICE_S) + more_s
+        patience = self._patient_until - time.monotonic()
+        limit = max(self._left_s(), _SLICE_S, patience) + more_s
         try:
             return threads.bounded(lambda: ask(store), limit)
         except TimeoutError:
-            raise StoreStalled(
-                "jax_ep.init: the key-value store of jax.distributed did not answer "
-                f"within timeout_s = {self._timeout_s:g} s; check the process that "
-                "runs the coordinator (process 0)"
-            ) from None
+            raise stalled(self._timeout_s, last=self._patient_until > 0) from None
 
     def _put(self, key: str, value: Any) -> None:
         raw = _dump(value)
@@ -462,8 +506,11 @@ class Rendezvous:
         """Returns the values that processes have put under `folder`, by process."""
         entries = self._call(lambda s: s.key_value_dir_get_bytes(f"{folder}/"))
         named = {key.rpartition("/")[2]: raw for key, raw in entries}
+        processes = {str(process): process for process in self.processes}
         return {
-            int(name): _load(raw) for name, raw in named.items() if name.isdecimal()
+            processes[name]: _load(raw)
+            for name, raw in named.items()
+            if name in processes
         }
 
     def _delete(self, key: str) -> None:
@@ -472,7 +519,7 @@ class Rendezvous:
         self._memory.left.discard(key)
         self._stale.discard(key)
         # Best effort: a new jax.distributed.initialize() starts without the key.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):
             self._call(lambda s: s.key_value_delete(key))
 
     def _ask(
@@ -493,10 +540,26 @@ class Rendezvous:
     # ---- Descriptors ----
 
     def listen(self) -> str:
-        """Starts a server to `give` descriptors by; returns its address."""
-        from jax_ep._peers.descriptors import DescriptorServer
+        """Starts a server to `give` descriptors by; returns its address.
 
-        self._server = self._server or DescriptorServer()
+        Raises:
+            OSError: this process cannot open more files, or the system refuses what a
+                server or a client of it needs.
+        """
+        from jax_ep._peers.descriptors import (
+            DescriptorClient,
+            DescriptorServer,
+            OtherUser,
+        )
+
+        if self._server is None:
+            self._server = DescriptorServer()
+            # Only a client finds out whether the system allows all of it here. Which
+            # users meet, the clients in other processes find out.
+            with contextlib.suppress(OtherUser), contextlib.ExitStack() as stack:
+                client = DescriptorClient(self._server.address, self.apart_s())
+                stack.callback(client.close)
+                client.greet()
         return self._server.address
 
     def give(self, number: int, descriptor: int) -> None:
@@ -512,8 +575,10 @@ class Rendezvous:
         """
         from jax_ep._peers.descriptors import DescriptorClient
 
-        self._clients[process] = DescriptorClient(address, self._timeout_s)
-        self._clients[process].greet()
+        client = DescriptorClient(address, self.apart_s())
+        self._clients[process] = client
+        client.limit(self.apart_s())
+        client.greet()
 
     def connected(self, process: int) -> bool:
         """Whether `connect` has connected to that process."""
@@ -525,16 +590,11 @@ class Rendezvous:
         The caller must close it.
 
         Raises:
-            RuntimeError: the process did not hand it over.
+            OSError: the process did not hand it over.
         """
-        try:
-            return self._clients[process].take(number)
-        except OSError as error:
-            self.raise_if_failed()
-            raise RuntimeError(
-                f"jax_ep.init: process {process} did not hand over its window "
-                f"({error}); check whether it failed"
-            ) from error
+        client = self._clients[process]
+        client.limit(self.apart_s())
+        return client.take(number)
 
     def raise_if_failed(self) -> None:
         """Raises the failure of another process, if it has reported one.
@@ -597,6 +657,7 @@ class Rendezvous:
         if self._over:
             return
         self._end = time.monotonic() + min(seconds, self._timeout_s)
+        self._patient_until = 0.0
         verdict = {"failed": why, "process": self.own}
         if self._folder:
             inside = self._inside and _failure_of(self._claim(verdict)) is not None
@@ -617,12 +678,39 @@ def _raise_failed(process: Any, why: str) -> NoReturn:
     )
 
 
-def _unreadable(error: Exception) -> RuntimeError:
-    return RuntimeError(
-        "jax_ep.init: an answer of another process cannot be read "
-        f"({type(error).__name__}: {error}); install the same version of jax_ep "
-        "everywhere"
+def stalled(timeout_s: float, last: bool = False) -> StoreStalled:
+    """Returns the error for a store that did not answer; `last` in the last step."""
+    within, more = f"within timeout_s = {timeout_s:g} s", ""
+    if last:
+        within = f"in the last step of init, within timeout_s + {_SILENT_S:g} s"
+        more = ", and end the job, as other processes may hold a handle"
+    return StoreStalled(
+        f"jax_ep.init: the key-value store of jax.distributed did not answer {within}; "
+        f"check the process that runs the coordinator (process 0){more}"
     )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _unreadable(why: str) -> RuntimeError:
+    return RuntimeError(
+        f"jax_ep.init: an answer of another process cannot be read ({why}); install "
+        "the same version of jax_ep everywhere"
+    )
+
+
+def _token(value: Any) -> bool:
+    return answers.hexadecimal(value) and value != ""
+
+
+# What a process tells on arrival, and what it tells before: an invitation by the first,
+# or a failure by another.
+_INFO = answers.record(subject=answers.text, attempt=answers.count)
+_INVITATION = answers.record(
+    token=_token, attempt=answers.count, failed=answers.optional(answers.text)
+)
 
 
 def _failure_of(verdict: Any) -> str | None:
@@ -645,10 +733,10 @@ def _load(raw: bytes | None) -> Any:
         return None
     try:
         found = json.loads(raw)
-    except ValueError as error:
-        raise _unreadable(error) from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(_words(error)) from error
     if not isinstance(found, dict):
-        raise _unreadable(TypeError(repr(raw[:80])))
+        raise _unreadable(f"TypeError: {raw[:80]!r}")
     return found
 
 
@@ -656,4 +744,4 @@ def _value_of(found: dict[str, Any]) -> Any:
     try:
         return found["value"]
     except KeyError as error:
-        raise _unreadable(error) from error
+        raise _unreadable(_words(error)) from error

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ep._core.config import EPConfig
 from jax_ep._native import ffi
-from jax_ep._peers import windows
+from jax_ep._peers import answers, windows
 from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._peers.windows import Obstacle
 
@@ -19,6 +19,12 @@ Hosts = dict[int, str]
 # By EP group and rank: an identifier of the node.
 Nodes = list[list[int | str]]
 
+_INFO = answers.record(
+    obstacle=answers.obstacle,
+    host=answers.text,
+    uuids=answers.several(answers.text),
+)
+
 
 def find_hosts(
     native: ModuleType, groups: np.ndarray, rendezvous: Rendezvous
@@ -26,16 +32,21 @@ def find_hosts(
     """Returns the host of each process, and an obstacle if there is one."""
     own = windows.local_groups(groups, rendezvous.own)
     here = [windows.ordinals(group, rendezvous.own, native.ELSEWHERE) for group in own]
+    name, obstacle = "", native.p2p_obstacle(here)
+    try:
+        name = windows.host()[0]
+    except OSError as error:
+        obstacle = obstacle or windows.no_server(error)
     info = {
-        "obstacle": native.p2p_obstacle(here),
-        "host": windows.host()[0],
+        "obstacle": obstacle,
+        "host": name,
         "uuids": [
             native.device_uuid(windows.ordinal(device))
             for device in groups.flat
             if device.process_index == rendezvous.own
         ],
     }
-    infos = rendezvous.gather("hosts", info)
+    infos = rendezvous.ask("hosts", info, _INFO)
     hosts = {process: info["host"] for process, info in infos.items()}
     found = windows.first({p: info["obstacle"] for p, info in infos.items()})
     return hosts, found or _shared_gpu(infos)

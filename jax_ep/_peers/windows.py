@@ -19,9 +19,35 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep._core.config import EPConfig
+from jax_ep._peers import answers
 from jax_ep._peers import fabric as _fabric
 from jax_ep._peers.fabric import Obstacle
 from jax_ep._peers.rendezvous import Rendezvous
+
+# Errors of a process or a system that has no room for one more file.
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+# What processes tell each other, step by step.
+_INFO = answers.record(
+    obstacle=answers.obstacle,
+    host=answers.tuple_of(answers.text, answers.text),
+    uuids=answers.by_name(answers.text),
+    address=answers.optional(answers.hexadecimal),
+    fabric=answers.optional(
+        answers.record(
+            forced=answers.flag,
+            fabrics=answers.by_name(answers.text),
+            handles=answers.by_name(answers.flag),
+        )
+    ),
+)
+_REACHED = answers.tuple_of(answers.obstacle, answers.flag)
+_WINDOWS = answers.record(
+    obstacle=answers.obstacle,
+    windows=answers.by_name(
+        answers.tuple_of(answers.count, answers.optional(answers.hexadecimal))
+    ),
+)
 
 
 class NotMapped(Exception):
@@ -76,23 +102,26 @@ def find_obstacle(
     crosses = any(len(_processes(group)) > 1 for group in groups)
     devices = [d for group in own for d in group if d.process_index == rendezvous.own]
     ordinal_of = {device.id: ordinal(device) for device in devices}
-    infos = rendezvous.gather(
-        "devices",
-        {
-            "obstacle": native.p2p_obstacle(here),
-            "host": host(),
-            "uuids": {i: native.device_uuid(own) for i, own in ordinal_of.items()},
-            "address": rendezvous.listen() if crosses else None,
-            "fabric": _fabric.peer_info(native, ordinal_of) if crosses else None,
-        },
-    )
+    info: dict[str, Any] = {
+        "obstacle": native.p2p_obstacle(here),
+        "host": ["", ""],
+        "uuids": {i: native.device_uuid(own) for i, own in ordinal_of.items()},
+        "address": None,
+        "fabric": _fabric.peer_info(native, ordinal_of) if crosses else None,
+    }
+    try:
+        info["host"] = host()
+        info["address"] = rendezvous.listen() if crosses else None
+    except OSError as error:
+        info["obstacle"] = info["obstacle"] or no_server(error)
+    infos = rendezvous.ask("devices", info, _INFO)
     found = first({p: info["obstacle"] for p, info in infos.items()})
     if found is None:
         found = _misplaced(groups, infos, crosses)
     if found is not None or not crosses:
         return found
     reached = _reach(native, own, rendezvous, infos)
-    return first(rendezvous.gather("reach", reached))
+    return first_cause(rendezvous.ask("reach", reached, _REACHED))
 
 
 def _processes(group: Iterable[Any]) -> list[int]:
@@ -106,12 +135,19 @@ def _others(own: list[np.ndarray], rendezvous: Rendezvous) -> list[int]:
 
 
 def host() -> list[str]:
-    """Returns an identifier of this host, for processes to compare, and its name."""
+    """Returns an identifier of this host, for processes to compare, and its name.
+
+    Raises:
+        OSError: the process cannot open one more file. To go by the name then would
+            put it on another host than the others.
+    """
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()
     try:
         return [boot.read_text().strip(), name]
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
         return [name, name]
 
 
@@ -122,6 +158,17 @@ def first(obstacles: dict[int, Any]) -> Obstacle | None:
             must, got = found
             return must, f"{got} (process {process})"
     return None
+
+
+# What keeps a process from another one: an obstacle or None, and whether it is only
+# that the other one did not answer in time. Then something else may be the cause.
+Reached = tuple[Obstacle | None, bool]
+
+
+def first_cause(reached: dict[int, Any]) -> Obstacle | None:
+    """Returns the first obstacle; that a process did not answer counts least."""
+    causes = {process: found for process, (found, late) in reached.items() if not late}
+    return first(causes) or first({p: found for p, (found, _) in reached.items()})
 
 
 def _misplaced(
@@ -143,7 +190,7 @@ def _reach(
     own: list[np.ndarray],
     rendezvous: Rendezvous,
     infos: dict[int, Any],
-) -> Obstacle | None:
+) -> Reached:
     """Connects to the processes of the groups; returns an obstacle if it cannot."""
     for group in own:
         others = [device for device in group if device.process_index != rendezvous.own]
@@ -152,34 +199,52 @@ def _reach(
             [infos[d.process_index]["uuids"][str(d.id)] for d in others],
         )
         if found is not None:
-            return found
+            return found, False
     for process in _others(own, rendezvous):
         if not _fabric.by_descriptors(infos, rendezvous.own, process):
             continue
         try:
             rendezvous.connect(process, infos[process]["address"])
         except OSError as error:
-            # If the process failed, its closed socket is only a consequence.
-            rendezvous.raise_if_failed()
-            got = (
-                f"{error.strerror or error} from process {rendezvous.own} to {process}"
-            )
-            return _why_apart(error), got
-    return None
+            return _apart(error, rendezvous, process)
+    return None, False
+
+
+def _apart(error: OSError, rendezvous: Rendezvous, process: int) -> Reached:
+    """Returns the obstacle of an error that came of talking to another process."""
+    from jax_ep._peers.descriptors import Full  # imported only where it is used
+
+    # If the process failed, its closed socket is only a consequence.
+    rendezvous.raise_if_failed()
+    got = f"{error.strerror or error} from process {rendezvous.own} to {process}"
+    if isinstance(error, Full):
+        got = f"none in process {process}"
+    return (_why_apart(error), got), isinstance(error, TimeoutError)
+
+
+_ROOM = "room for one more open file in each process (ulimit -n)"
 
 
 def _why_apart(error: OSError) -> str:
     """Returns the requirement that kept two processes of a host from connecting."""
     if isinstance(error, TimeoutError):
-        return "processes that answer each other within timeout_s"
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-        return "room for one more open file in each process (ulimit -n)"
+        return "processes that answer each other within timeout_s / 2"
+    if error.errno in _NO_ROOM:
+        return _ROOM
     if isinstance(error, PermissionError):
         return "processes of one user, in one user namespace on a host"
     return (
         "processes of one user that reach each other's abstract Unix sockets, "
         "so one network namespace and one user namespace on a host"
     )
+
+
+def no_server(error: OSError) -> Obstacle:
+    """Returns the obstacle of an error in this process, from `host` or a server."""
+    if error.errno in _NO_ROOM:
+        return _ROOM, error.strerror or str(error)
+    must = "abstract Unix sockets, which the system lets each process open and serve"
+    return must, error.strerror or str(error)
 
 
 class WindowConfig(TypedDict):
@@ -277,31 +342,45 @@ def _share(
             given[device.id] = size, fabric and fabric.hex()
             rendezvous.give(device.id, descriptor)
     # The windows are initialised, so a process that maps one may store at once.
-    answers = rendezvous.gather("windows", {"windows": given, "obstacle": obstacle})
-    _raise_first({p: answer["obstacle"] for p, answer in answers.items()})
-    obstacle = None
+    told = {"windows": given, "obstacle": obstacle}
+    shared = rendezvous.ask("windows", told, _WINDOWS)
+    _raise(first({p: answer["obstacle"] for p, answer in shared.items()}))
+    mapped = _map(native, key, own, rendezvous, shared)
+    _raise(first_cause(rendezvous.ask("mapped", mapped, _REACHED)))
+
+
+def _map(
+    native: ModuleType,
+    key: int,
+    own: list[np.ndarray],
+    rendezvous: Rendezvous,
+    shared: dict[int, Any],
+) -> Reached:
+    """Maps the windows of other processes; returns an obstacle if it cannot."""
     for index, group in enumerate(own):
         for rank, device in enumerate(group):
             process = device.process_index
             if process == rendezvous.own:
                 continue
-            size, fabric = answers[process]["windows"][str(device.id)]
+            size, fabric = shared[process]["windows"][str(device.id)]
             descriptor = None
             if rendezvous.connected(process):
-                descriptor = rendezvous.take(process, device.id)
+                try:
+                    descriptor = rendezvous.take(process, device.id)
+                except OSError as error:
+                    return _apart(error, rendezvous, process)
             handle = bytes.fromhex(fabric) if descriptor is None else descriptor
             try:
                 native.import_window(key, index, rank, handle, size)
             except RuntimeError as error:
-                place = f"rank {rank} in process {process}"
-                obstacle = "GPUs that map each other's memory", f"{error} ({place})"
+                got = f"{error} (rank {rank} in process {process})"
+                return ("GPUs that map each other's memory", got), False
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
-    _raise_first(rendezvous.gather("mapped", obstacle))
+    return None, False
 
 
-def _raise_first(obstacles: dict[int, Any]) -> None:
-    found = first(obstacles)
+def _raise(found: Obstacle | None) -> None:
     if found is not None:
         raise NotMapped(found)

@@ -22,7 +22,7 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import HandleTransport, Transport
 from jax_ep._native import ffi
-from jax_ep._peers import windows
+from jax_ep._peers import answers, windows
 from jax_ep._peers.rendezvous import Rendezvous
 from jax_ep._setup import capacity, runtime
 from jax_ep._transport import base as transports
@@ -349,7 +349,8 @@ def _new_key(content: str, rendezvous: Rendezvous) -> int:
         _instances[content] += 1
     if rendezvous.possible:
         # Counts differ after an init that failed in some processes before this line.
-        instance = max(map(int, rendezvous.gather("instance", instance).values()))
+        told = rendezvous.ask("instance", instance, answers.count)
+        instance = max(told.values())
         with _lock:
             _instances[content] = max(_instances[content], instance + 1)
     digest = hashlib.sha256(f"{content}#{instance}".encode()).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import resource
@@ -298,7 +299,7 @@ def test_no_more_takers_than_allowed(server, monkeypatch) -> None:
             assert client._socket.recv(1) == b""
 
 
-@pytest.mark.parametrize("spare", range(4))
+@pytest.mark.parametrize("spare", range(5))
 def test_no_file_to_listen_with(spare) -> None:
     """The error comes at once, and nothing stays open, whichever file is missing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -316,31 +317,98 @@ def test_no_file_to_listen_with(spare) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_more_files_to_open(server) -> None:
-    """The server waits without busy-waiting, and goes on when files are free."""
-    server.give(1, make_file())
+@contextlib.contextmanager
+def no_more_files():
+    """Lets this process open no file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as s:
-        # The lowest free number, which the next opened file would get.
-        least = os.dup(s.fileno())
-        os.close(least)
-        raw = bytes.fromhex(server.address)
-        s.settimeout(0.3)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
-        try:
-            s.connect(_descriptors._PREFIX + raw[:8].hex().encode())
-            s.send(_descriptors._MESSAGE.pack(_descriptors._MAGIC, raw[8:], 1))
+    # The lowest free number, which the next opened file would get.
+    least = os.dup(0)
+    os.close(least)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_more_files_to_open(server) -> None:
+    """The server says so without waiting busily, and goes on when files are free."""
+    server.give(1, make_file())
+    raw = bytes.fromhex(server.address)
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            for _ in range(4)
+        ]
+        for one in sockets:
+            one.settimeout(20)
+        with no_more_files():
             before = time.process_time()
-            with pytest.raises(TimeoutError):
-                s.recv(100)
-            assert time.process_time() - before < 0.15
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        s.settimeout(20)
-        data, files, _, _ = socket.recv_fds(s, 100, 4)
-        assert data
-        assert len(files) == 1
-        os.close(files[0])
+            for one in sockets:
+                one.connect(_descriptors._PREFIX + raw[:8].hex().encode())
+            for one in sockets[2:]:
+                one.send(_descriptors._MESSAGE.pack(_descriptors._MAGIC, raw[8:], 1))
+            answers = [one.recv(100) for one in sockets]
+            # Whoever has not asked is closed without a word.
+            assert answers[:2] == [b"", b""]
+            for answer in answers[2:]:
+                assert answer.startswith(_descriptors._FULL)
+                assert raw[8:] not in answer
+            time.sleep(0.3)
+            assert time.process_time() - before < 0.25
+    client = DescriptorClient(server.address, 20.0)
+    assert take_content(client, 1) == b"here"
+    client.close()
+
+
+def test_client_of_a_full_process(giving) -> None:
+    """It comes again, and then says what is missing."""
+    process, address = giving
+    number = process.pid
+    taken = set(map(int, os.listdir(f"/proc/{number}/fd")))
+    least = next(n for n in range(len(taken) + 1) if n not in taken)
+    limits = resource.prlimit(number, resource.RLIMIT_NOFILE)
+    resource.prlimit(number, resource.RLIMIT_NOFILE, (least, limits[1]))
+    start = time.monotonic()
+    with (
+        contextlib.closing(DescriptorClient(address, 0.3)) as client,
+        pytest.raises(_descriptors.Full, match="cannot open one more file"),
+    ):
+        client.greet()
+    assert time.monotonic() - start < 15
+    with contextlib.closing(DescriptorClient(address, 20.0)) as client:
+        resource.prlimit(number, resource.RLIMIT_NOFILE, limits)
+        client.greet()
+        assert take_content(client, 7) == b"first" + bytes(95)
+
+
+def test_system_that_does_not_tell_users(server, monkeypatch) -> None:
+    """Where SO_PEERCRED is refused, nobody is served, and the server stays."""
+    monkeypatch.setattr(_descriptors, "_COME_AGAIN_S", 0.1)
+    main = threading.get_ident()
+
+    def refuse(connection: socket.socket) -> bool:
+        if threading.get_ident() == main:
+            return True
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(_descriptors, "_same_user", refuse)
+    with contextlib.closing(DescriptorClient(server.address, 20.0)) as client:
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
+                client.greet()
+
+
+def test_no_thread_to_serve_with(monkeypatch) -> None:
+    before = fake_windows.descriptors()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="can't start new thread"):
+        DescriptorServer()
+    assert fake_windows.descriptors() == before
 
 
 def answers(reply: bytes, descriptors: list[int]) -> tuple[str, threading.Thread]:

@@ -6,16 +6,21 @@ has processes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from jax_ep._peers import descriptors, windows
+from jax_ep._peers.descriptors import DescriptorClient
 from jax_ep._peers.rendezvous import Rendezvous
+from jax_ep._transport import select
 from support.fake_windows import (
     ONE_EACH,
     PAIRS,
@@ -23,6 +28,7 @@ from support.fake_windows import (
     Job,
     act_all,
     check_marks,
+    here,
     make_groups,
 )
 from support.fake_windows import all_closed as all_closed
@@ -161,6 +167,106 @@ def test_why_sockets_do_not_reach(error, must, all_closed, monkeypatch) -> None:
     (found,) = set(Job(ONE_EACH).results())
     assert must in found[0]
     assert (error.strerror or str(error)) in found[1]
+
+
+REFUSED = PermissionError(errno.EPERM, "Operation not permitted")
+FULL = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "error", "must"),
+    [
+        (socket.socket, "bind", REFUSED, "abstract Unix sockets"),
+        (socket.socket, "listen", REFUSED, "abstract Unix sockets"),
+        (socket, "socketpair", FULL, "one more open file"),
+        (windows.socket, "gethostname", FULL, "one more open file"),
+        (DescriptorClient, "greet", REFUSED, "abstract Unix sockets"),
+    ],
+)
+def test_process_that_cannot_listen(
+    place, name, error, must, all_closed, monkeypatch, caplog
+) -> None:
+    """All processes know which one it is; with "auto" they go on without p2p."""
+    true = getattr(place, name)
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        if getattr(here, "process", None) == 1:
+            raise error
+        return true(*args, **named)
+
+    monkeypatch.setattr(place, name, refuse)
+    (found,) = set(Job(ONE_EACH).results())
+    assert must in found[0]
+    assert found[1] == f"{error.strerror} (process 1)"
+    with Rendezvous([0, 1], 0, 1.0) as meeting:
+        assert select.instead("auto", found, meeting) == "collective"
+        assert found[1] in caplog.text
+        with pytest.raises(ValueError, match=must):
+            select.instead("p2p", found, meeting)
+
+
+@pytest.mark.parametrize("error", [FULL, TimeoutError("no answer within 3 s")])
+def test_window_that_is_not_handed_over(error, all_closed, monkeypatch) -> None:
+    true_take = Rendezvous.take
+
+    def take(self: Rendezvous, process: int, number: int) -> int:
+        if self.own == 1:
+            raise error
+        return true_take(self, process, number)
+
+    monkeypatch.setattr(Rendezvous, "take", take)
+    actors = Job(ONE_EACH).run()
+    for actor in actors.values():
+        assert isinstance(actor.error, windows.NotMapped)
+        assert (error.strerror or str(error)) in actor.error.obstacle[1]
+        assert "from process 1 to 0" in actor.error.obstacle[1]
+
+
+def silent_address(stack: contextlib.ExitStack) -> str:
+    """The address of a server that accepts nobody."""
+    name = os.urandom(8)
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    listener.bind(descriptors._PREFIX + name.hex().encode())
+    listener.listen()
+    return (name + bytes(16)).hex()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_process_that_stands_still(comes: bool, all_closed, monkeypatch) -> None:
+    """The others wait once, not twice, and name it and nobody else."""
+    timeout_s = 3.0
+    true_listen, true_gather = Rendezvous.listen, Rendezvous.gather
+    with contextlib.ExitStack() as stack:
+
+        def listen(self: Rendezvous) -> str:
+            return silent_address(stack) if self.own == 1 else true_listen(self)
+
+        def gather(self: Rendezvous, name: str, value: Any) -> Any:
+            if self.own == 1 and name == "reach":
+                time.sleep(0.7 * timeout_s if comes else 1.5 * timeout_s)
+            if self.own == 0 and name == "reach":
+                value = None, False  # it connected before the other stood still
+            return true_gather(self, name, value)
+
+        monkeypatch.setattr(Rendezvous, "listen", listen)
+        monkeypatch.setattr(Rendezvous, "gather", gather)
+        actors = Job(ONE_EACH).run(timeout_s=timeout_s)
+    for process, actor in actors.items():
+        if comes:
+            assert "answer each other" in actor.result[0]
+            assert "from process 2 to 1 (process 2)" in actor.result[1]
+        elif process != 1:
+            assert "nothing from processes [1] of" in str(actor.error)
+            assert actor.seconds < 1.4 * timeout_s
+
+
+def test_who_does_not_answer_is_blamed_last() -> None:
+    late = ("processes that answer", "none from process 0 to 2"), True
+    room = ("room for one more open file", "none"), False
+    found = windows.first_cause({0: late, 1: (None, False), 2: room})
+    assert found == (room[0][0], "none (process 2)")
+    assert windows.first_cause({0: late, 1: (None, False)}) is not None
+    assert windows.first_cause({0: (None, False)}) is None
 
 
 def test_a_failure_is_not_taken_for_a_network(all_closed, monkeypatch) -> None:
