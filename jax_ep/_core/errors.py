@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import reprlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 # The attribute of an exception that holds its `Parts`.
@@ -53,13 +53,13 @@ _BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxtuple = 1, 3, 3
 _BRIEF.maxstring = _BRIEF.maxother = _LONGEST
 
 
-def brief(value: Any) -> str:
-    """Returns `repr(value)`, its beginning if that is long, or its type if it has none.
+def brief(value: Any, words: Callable[[Any], str] = repr) -> str:
+    """Returns `words(value)`, its beginning if that is long, or the type if that fails.
 
     Python refuses to write an int of more than 4,300 digits, also inside of a list.
     """
     try:
-        text = repr(value)
+        text = words(value)
         return text if len(text) <= _LONGEST else _BRIEF.repr(value)
     except Exception:
         if isinstance(value, int):

@@ -481,7 +481,7 @@ def config_of(
             )
         allowed, why = _ONLY.get(name, ((value,), ""))
         # By repr, since a value may be of any type, such as an array.
-        if errors.brief(value) not in map(errors.shown, allowed):
+        if errors.brief(value) not in map(errors.brief, allowed):
             raise errors.invalid(
                 function,
                 f"{name} must be {allowed[0]!r} here, because {why}",
