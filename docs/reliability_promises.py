@@ -98,10 +98,11 @@ PROMISES = (
      "pytest tests/transports/test_multiprocess_windows.py "
      "tests/transports/test_rendezvous.py tests/transports/test_descriptors.py",
      ("ci",)),
-    ("The same with a process attacked at 30 points of `init` by an exception, Ctrl-C, "
-     "a stop of some seconds (also of the coordinator) and SIGKILL: `init` succeeds in "
-     "all processes or in none, in time, leaves nothing open, and the next `init` "
-     "succeeds",
+    ("The same with a process attacked at each point of `init`, and of "
+     "`shared_handle`, by an exception, Ctrl-C, a stop of some seconds (of each "
+     "process, also of the coordinator) and SIGKILL, or left without descriptors or "
+     "sockets from there on: it succeeds in all processes or in none, in time, names "
+     "nobody else, leaves nothing open, and the next one succeeds",
      "PYTHONPATH=tests python tests/workers/attack_init.py",
      ("attack",)),
     ("p2p over fake hosts, without GPUs: one NVLink fabric is accepted; several, none "

@@ -163,8 +163,8 @@ def _of_attacks(records, command):
     for data in reversed(records("attack-init")):
         good = sum(data["survived"].values())
         return (
-            f"{_source(data)}: {data['attacks']} attacks at {data['points']} points of "
-            f"`init` in {data['processes']} processes, {good} survived; "
+            f"{_source(data)}: {data['attacks']} attacks at {data['points']} points "
+            f"in {data['processes']} processes, {good} survived; "
             "`.ci/run` runs some of them"
         )
     return NOT_YET

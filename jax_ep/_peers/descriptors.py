@@ -312,7 +312,7 @@ class DescriptorClient:
         for descriptor in taken:
             os.close(descriptor)
         if flags & socket.MSG_CTRUNC:
-            raise OSError("this process cannot open one more file")
+            raise OSError(errno.EMFILE, "this process cannot open one more file")
         raise OSError(f"the server has no descriptor {number}")
 
     def _ask(self, number: int) -> tuple[list[int], int]:

@@ -40,9 +40,10 @@ _SLICE_S = 0.5
 _LEAST_S = 0.01
 # Limit on the time that leaving a rendezvous after a failure takes.
 _FAREWELL_S = 3.0
-# How much longer than the time limit a store may be silent in the last step. After
-# about this time JAX ends the processes of a job whose coordinator is silent.
-_SILENT_S = 100.0
+# How much longer than the time limit a store may be silent where to give up would
+# leave processes with different outcomes. After about this time JAX ends the processes
+# of a job whose coordinator is silent.
+SILENT_S = 100.0
 
 
 class _Memory:
@@ -73,6 +74,10 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 class StoreStalled(RuntimeError):
     """The store did not answer within the time limit."""
+
+
+# The attribute of an exception about another process: that process, and its failure.
+_ORIGIN = "_jax_ep_origin"
 
 
 class Rendezvous:
@@ -206,7 +211,7 @@ class Rendezvous:
         if not self.possible:
             return
         self.gather("done", None)
-        self._patient_until = time.monotonic() + self._timeout_s + _SILENT_S
+        self._patient_until = time.monotonic() + self._timeout_s + SILENT_S
         try:
             self.gather("agreed", None)
         finally:
@@ -302,11 +307,10 @@ class Rendezvous:
                     "arguments in the same order in all processes"
                 )
 
-    def _invite(self, failed: str | None = None) -> None:
-        self._put(
-            f"{self._root}/invitation",
-            {"token": self._token, "attempt": self._attempt, "failed": failed},
-        )
+    def _invite(self, failed: str | None = None, process: int | None = None) -> None:
+        told = {"token": self._token, "attempt": self._attempt}
+        told |= {"failed": failed, "process": process}
+        self._put(f"{self._root}/invitation", told)
 
     def _accept(self, info: dict[str, Any]) -> dict[int, Any]:
         """Follows the first process's invitations until a rendezvous is complete."""
@@ -335,7 +339,8 @@ class Rendezvous:
         why = invitation.get("failed") or _failure_of(verdict)
         if why and self._concerns(invitation):
             self._over = True
-            _raise_failed(self._first, str(why))
+            told = invitation if invitation["failed"] else verdict
+            _raise_failed(told["process"], str(why))
         if not why and verdict is None:
             self._folder, self._inside = folder, True
             self._put(self._own_key(), {"value": info})
@@ -395,9 +400,9 @@ class Rendezvous:
 
     def _raise_if_one_failed_before(self) -> None:
         """Raises the failure of a process that failed before it arrived."""
-        for process, told in self._read(f"{self._root}/failed").items():
-            if isinstance(told, dict) and self._concerns(told):
-                _raise_failed(process, str(told.get("failed")))
+        for told in self._read(f"{self._root}/failed").values():
+            if self._concerns(told):
+                _raise_failed(told["process"], str(told["failed"]))
 
     def _give_up_waiting(self, step: str) -> dict[int, Any]:
         """Fails the step in all processes, unless it has just succeeded."""
@@ -420,7 +425,8 @@ class Rendezvous:
             # If there is a place, the first process may still arrive, and is told then.
             self._over = not self._placed
             raise RuntimeError(f"jax_ep.init: {why}")
-        return self._judged(self._claim({"failed": why, "process": self.own}))
+        verdict = {"failed": why, "process": self.own, "late": True}
+        return self._judged(self._claim(verdict))
 
     def _judged(self, verdict: Any) -> dict[int, Any]:
         """Returns the values of a verdict, or raises the failure that it reports."""
@@ -437,7 +443,8 @@ class Rendezvous:
         why = _failure_of(verdict)
         if why is not None:
             self._over = True
-            if verdict.get("process") == self.own:
+            # Whoever found out that others are late has not failed itself.
+            if verdict.get("late") or verdict.get("process") == self.own:
                 raise RuntimeError(f"jax_ep.init: {why}")
             _raise_failed(verdict.get("process"), why)
         try:
@@ -471,7 +478,13 @@ class Rendezvous:
         try:
             return threads.bounded(lambda: ask(store), limit)
         except TimeoutError:
-            raise stalled(self._timeout_s, last=self._patient_until > 0) from None
+            if self._patient_until:
+                raise split(self._timeout_s) from None
+            raise StoreStalled(
+                "jax_ep.init: the key-value store of jax.distributed did not answer "
+                f"within timeout_s = {self._timeout_s:g} s; check the process that "
+                "runs the coordinator (process 0)"
+            ) from None
 
     def _put(self, key: str, value: Any) -> None:
         raw = _dump(value)
@@ -641,9 +654,11 @@ class Rendezvous:
             # the reason as well.
             if why is not None and self._locked and not self.alone:
                 # Do not wait for a stalled store; it gets the message when it resumes.
-                stalled = isinstance(error, StoreStalled)
+                seconds = 0.0 if isinstance(error, StoreStalled) else _FAREWELL_S
+                # Whoever passes a failure on is not the one that failed.
+                process, reason = getattr(error, _ORIGIN, (self.own, why))
                 with contextlib.suppress(jax.errors.JaxRuntimeError, StoreStalled):
-                    self._give_up(why, 0.0 if stalled else _FAREWELL_S)
+                    self._give_up(process, str(reason), seconds)
 
     def _unlock(self) -> None:
         if self._locked:
@@ -652,41 +667,41 @@ class Rendezvous:
             self._memory.left |= self._stale
             self._memory.lock.release()
 
-    def _give_up(self, why: str, seconds: float) -> None:
+    def _give_up(self, process: Any, why: str, seconds: float) -> None:
         """Reports a failure where the others look next."""
         if self._over:
             return
         self._end = time.monotonic() + min(seconds, self._timeout_s)
         self._patient_until = 0.0
-        verdict = {"failed": why, "process": self.own}
+        verdict = {"failed": why, "process": process}
         if self._folder:
             inside = self._inside and _failure_of(self._claim(verdict)) is not None
             # The last step is complete, and the others may be at the next one.
             if not inside:
                 self._claim(verdict, self._step + 1)
         elif self.own == self._first:
-            self._invite(failed=why)
+            self._invite(why, process)
         else:
-            told = {"token": self._token, "attempt": self._attempt, "failed": why}
+            told = {"token": self._token, "attempt": self._attempt} | verdict
             self._put(self._failed_key(), told)
 
 
 def _raise_failed(process: Any, why: str) -> NoReturn:
-    raise RuntimeError(
+    error = RuntimeError(
         f"jax_ep.init: init failed on process {process}: {why}; aborting on all "
         "processes of the mesh"
     )
+    vars(error)[_ORIGIN] = process, why
+    raise error
 
 
-def stalled(timeout_s: float, last: bool = False) -> StoreStalled:
-    """Returns the error for a store that did not answer; `last` in the last step."""
-    within, more = f"within timeout_s = {timeout_s:g} s", ""
-    if last:
-        within = f"in the last step of init, within timeout_s + {_SILENT_S:g} s"
-        more = ", and end the job, as other processes may hold a handle"
+def split(timeout_s: float) -> StoreStalled:
+    """Returns the error for a silent store that may go on to other processes."""
     return StoreStalled(
-        f"jax_ep.init: the key-value store of jax.distributed did not answer {within}; "
-        f"check the process that runs the coordinator (process 0){more}"
+        "jax_ep.init: the key-value store of jax.distributed did not answer within "
+        f"timeout_s = {timeout_s:g} s and {SILENT_S:g} s more, so other processes may "
+        "get a handle all the same; end the job, and check the process that runs the "
+        "coordinator (process 0)"
     )
 
 
@@ -709,7 +724,10 @@ def _token(value: Any) -> bool:
 # or a failure by another.
 _INFO = answers.record(subject=answers.text, attempt=answers.count)
 _INVITATION = answers.record(
-    token=_token, attempt=answers.count, failed=answers.optional(answers.text)
+    token=_token,
+    attempt=answers.count,
+    failed=answers.optional(answers.text),
+    process=answers.optional(answers.count),
 )
 
 

@@ -49,7 +49,7 @@ class RequestLog:
         self._next += 1
         try:
             request = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             request = {}
         return self._next - 1, request if isinstance(request, dict) else {}
 

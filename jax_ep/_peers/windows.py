@@ -216,9 +216,11 @@ def _apart(error: OSError, rendezvous: Rendezvous, process: int) -> Reached:
 
     # If the process failed, its closed socket is only a consequence.
     rendezvous.raise_if_failed()
-    got = f"{error.strerror or error} from process {rendezvous.own} to {process}"
+    got = error.strerror or str(error)
     if isinstance(error, Full):
         got = f"none in process {process}"
+    elif error.errno not in _NO_ROOM:
+        got += f" from process {rendezvous.own} to {process}"
     return (_why_apart(error), got), isinstance(error, TimeoutError)
 
 

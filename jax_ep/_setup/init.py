@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -148,6 +149,15 @@ class Group:
         """Closes the group, if no handle does."""
         self.native.close_group(self.key)
 
+    @contextlib.contextmanager
+    def closed_on_failure(self) -> Iterator[None]:
+        """Closes the group if what runs inside raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
 
 def _open_handle(
     mesh: Mesh,
@@ -157,7 +167,8 @@ def _open_handle(
     rendezvous: Rendezvous,
 ) -> EPHandle:
     group = open_group(mesh, names, config, transport, rendezvous)
-    return handle_of(group, rendezvous.conclude)
+    with group.closed_on_failure():
+        return handle_of(group, rendezvous.conclude)
 
 
 def open_group(
@@ -390,38 +401,34 @@ def _open(
 def handle_of(group: Group, conclude: Callable[[], None] = lambda: None) -> EPHandle:
     """Initialises every device of a group, and calls `conclude` before the last step.
 
-    Closes the group if it fails.
+    The group stays open if it fails, and it can be called again.
     """
     mesh, config, native = group.mesh, group.config, group.native
     exchange = transports.by_name("collective" if config.skip_a2a else group.transport)
     local = _local_ranks(mesh, group.names)
     ranks = [rank for _, rank in local]
-    try:
-        dev_ptrs, my_rank = _run_init(mesh, group.key, [device for device, _ in local])
-        if my_rank.tolist() != ranks:
-            raise RuntimeError(
-                "jax_ep.init: devices must have the ranks of their mesh positions, "
-                f"{ranks}, got {my_rank.tolist()}; please report this mesh"
-            )
-        if windows.platform_of(mesh) == "cpu":
-            runtime.warn_if_short(native.pool_threads(group.key), len(ranks))
-        conclude()
-        return EPHandle._opened(
-            mesh=mesh,
-            axis_names=group.names,
-            config=config,
-            transport=group.transport,
-            ep_size=_ranks(mesh, group.names),
-            buffer_bytes=group.buffer_bytes,
-            dev_ptrs=dev_ptrs,
-            my_rank=my_rank,
-            key=group.key,
-            _native=native,
-            _windowed=exchange.windowed,
+    dev_ptrs, my_rank = _run_init(mesh, group.key, [device for device, _ in local])
+    if my_rank.tolist() != ranks:
+        raise RuntimeError(
+            "jax_ep.init: devices must have the ranks of their mesh positions, "
+            f"{ranks}, got {my_rank.tolist()}; please report this mesh"
         )
-    except BaseException:
-        group.close()
-        raise
+    if windows.platform_of(mesh) == "cpu":
+        runtime.warn_if_short(native.pool_threads(group.key), len(ranks))
+    conclude()
+    return EPHandle._opened(
+        mesh=mesh,
+        axis_names=group.names,
+        config=config,
+        transport=group.transport,
+        ep_size=_ranks(mesh, group.names),
+        buffer_bytes=group.buffer_bytes,
+        dev_ptrs=dev_ptrs,
+        my_rank=my_rank,
+        key=group.key,
+        _native=native,
+        _windowed=exchange.windowed,
+    )
 
 
 def _run_init(

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -25,11 +26,18 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax_ep._core import calls, threads
-from jax_ep._core.config import EPConfig
+from jax_ep._core import calls, errors, threads
+from jax_ep._core.config import MAX_TIMEOUT_S, EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Transport
-from jax_ep._peers.rendezvous import Rendezvous, job_store, processes_of
+from jax_ep._peers import answers
+from jax_ep._peers.rendezvous import (
+    SILENT_S,
+    Rendezvous,
+    job_store,
+    processes_of,
+    split,
+)
 from jax_ep._peers.request_log import RequestLog
 from jax_ep._setup import init, runtime
 
@@ -46,7 +54,11 @@ _Future = concurrent.futures.Future[init.Group]
 _lock = threading.Lock()  # guards what follows
 _handles: dict[Any, EPHandle] = {}
 _groups: dict[_Which, _Future] = {}  # open, or about to be
-_finished: set[_Which] = set()  # have been opened: requests for them are done
+# How many attempts to open a group have failed; all processes count alike. A request
+# has the number that its process knew, so that one failure is the answer to all that
+# were made before it, in every process.
+_failures: Counter[_Which] = Counter()
+_finished: set[_Which] = set()  # have been opened
 _closings = 0
 _closed: Counter[str] = Counter()
 _opener: _Opener | None = None
@@ -105,6 +117,7 @@ def shared_handle(
         which = content, _closings, _closed[content]
     if len(request["processes"]) > 1:
         group = _opened_by_all(which, request, config.timeout_s)
+        # If this fails, the group stays open, as others may use it already.
         return _made(key, lambda: init.handle_of(group))
     return _made(key, lambda: _opened_alone(key, which))
 
@@ -180,6 +193,28 @@ def _request(
     }
 
 
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= MAX_TIMEOUT_S
+
+
+# An entry of the log.
+_ENTRY = answers.record(
+    request=answers.record(
+        processes=answers.several(answers.count),
+        platform=answers.text,
+        devices=answers.several(answers.count),
+        shape=answers.several(answers.count),
+        axes=answers.several(answers.text),
+        types=answers.several(answers.text),
+        names=answers.several(answers.text),
+        config=answers.record(timeout_s=_seconds),
+        transport=answers.text,
+    ),
+    which=answers.tuple_of(answers.count, answers.count),
+    attempt=answers.count,
+)
+
+
 def _content(request: dict[str, Any]) -> str:
     return json.dumps(request, sort_keys=True)
 
@@ -211,7 +246,8 @@ def _opened_alone(key: Any, which: _Which) -> EPHandle:
         group = init.open_group(
             mesh, names, config, transport, rendezvous, _series(which)
         )
-    return init.handle_of(group)
+    with group.closed_on_failure():
+        return init.handle_of(group)
 
 
 # ---- Several processes ----
@@ -222,26 +258,28 @@ def _opened_by_all(
 ) -> init.Group:
     """Returns the open group of a request, after asking the other processes for it."""
     opener = _running_opener()
-    while True:
-        with _lock:
-            future = _groups.get(which)
-            ask = future is None
-            if future is None:
-                future = _groups[which] = _Future()
-        if ask:
-            try:
-                opener.ask({"request": request, "which": which[1:]}, timeout_s)
-            except BaseException as error:
-                _failed(which, future, error)
-                raise
-        # Waits in slices, so that Ctrl-C ends it. The thread itself bounds its waits.
-        while not future.done():
-            concurrent.futures.wait([future], _LATER_S / 4)
-            if not opener.is_alive():
-                _failed(which, future, RuntimeError(_STORE_ENDED))
-        # If an earlier request, such as another process's, has failed, asks again.
-        if ask or future.exception() is None:
-            return future.result()
+    with _lock:
+        future = _groups.get(which)
+        ask = future is None
+        if future is None:
+            future = _groups[which] = _Future()
+        attempt = _failures[which]
+    if ask:
+        entry = {"request": request, "which": which[1:], "attempt": attempt}
+        try:
+            opener.ask(entry, timeout_s)
+        except BaseException as error:
+            _failed(which, future, error)
+            raise
+    # Waits in slices, so that Ctrl-C ends it. The thread itself bounds its waits, but
+    # not those for the next entry of the log.
+    while not future.done():
+        concurrent.futures.wait([future], _LATER_S / 4)
+        if not opener.is_alive():
+            _failed(which, future, RuntimeError(_STORE_ENDED))
+        elif opener.reads_for_s() > timeout_s + SILENT_S:
+            _failed(which, future, split(timeout_s))
+    return future.result()
 
 
 _STORE_ENDED = (
@@ -278,18 +316,24 @@ class _Opener(threading.Thread):
         super().__init__(name="jax_ep shared handles", daemon=True)
         self.store, self._log = store, RequestLog(store)
         self._wake, self._stopped = threading.Event(), threading.Event()
+        self._reads_since: float | None = None
 
     def ask(self, entry: dict[str, Any], timeout_s: float) -> None:
-        """Appends an entry to the log."""
+        """Appends an entry to the log.
+
+        Waits for a silent store longer than the time limit, because a request that the
+        store gets later is served all the same.
+        """
         try:
-            threads.bounded(lambda: self._log.append(entry), timeout_s)
+            threads.bounded(lambda: self._log.append(entry), timeout_s + SILENT_S)
         except TimeoutError:
-            raise RuntimeError(
-                "jax_ep.init: the key-value store of jax.distributed did not answer "
-                f"within timeout_s = {timeout_s:g} s; check the process that runs the "
-                "coordinator (process 0)"
-            ) from None
+            raise split(timeout_s) from None
         self._wake.set()
+
+    def reads_for_s(self) -> float:
+        """Returns how long the store has not answered the thread's present question."""
+        since = self._reads_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def stop(self) -> None:
         """Ends the thread, unless it is opening a group."""
@@ -301,7 +345,9 @@ class _Opener(threading.Thread):
         pause_s = _SOON_S
         while not self._stopped.is_set():
             try:
+                self._reads_since = time.monotonic()
                 found = self._log.read()
+                self._reads_since = None
                 if found is not None:
                     self._serve(*found)
             except jax.errors.JaxRuntimeError:
@@ -315,19 +361,32 @@ class _Opener(threading.Thread):
                 pause_s = min(2 * pause_s, _LATER_S)
 
     def _serve(self, number: int, entry: dict[str, Any]) -> None:
-        request = entry.get("request", {})
-        if jax.process_index() not in request.get("processes", ()):
+        if not _ENTRY(entry):
+            _logger.warning(
+                "jax_ep: request %d for a shared handle cannot be read; install the "
+                "same version of jax_ep everywhere",
+                number,
+            )
+            return
+        request, attempt = entry["request"], entry["attempt"]
+        if jax.process_index() not in request["processes"]:
             return
         closings, closed = entry["which"]
-        which = _content(request), int(closings), int(closed)
+        which: _Which = _content(request), closings, closed
         with _lock:
-            if which in _finished:  # two processes have requested it
+            failures, here = _failures[which], which in _finished
+            # Another request has been served since it was made: it succeeded, or it
+            # failed, and then also in the process that has made this one.
+            if attempt < failures or (here and attempt == failures):
                 return
-            future = _groups.setdefault(which, _Future())
+            future = _Future() if here else _groups.setdefault(which, _Future())
         try:
-            group = self._open(number, request, _series(which))
+            group = self._open(number, request, _series(which), here)
         except BaseException as error:
-            _failed(which, future, error)
+            if not here:
+                with _lock:
+                    _failures[which] = attempt + 1
+                _failed(which, future, error)
             return
         with _lock:
             _finished.add(which)
@@ -338,7 +397,10 @@ class _Opener(threading.Thread):
         if late:  # this process has called close_shared_handles meanwhile
             group.close()
 
-    def _open(self, number: int, request: dict[str, Any], series: str) -> init.Group:
+    def _open(
+        self, number: int, request: dict[str, Any], series: str, here: bool
+    ) -> init.Group:
+        """Opens a group with the other processes; refuses if it is `here` already."""
         processes, own = request["processes"], jax.process_index()
         timeout_s = float(request["config"]["timeout_s"])
         rendezvous = Rendezvous(
@@ -347,13 +409,20 @@ class _Opener(threading.Thread):
         try:
             # Any failure from here on is told to the others.
             with rendezvous:
-                arguments = _arguments(request)
-                group = init.open_group(*arguments, rendezvous, series)
+                if here:
+                    raise errors.unusable(
+                        "shared_handle",
+                        f"process {own} has this handle, but another one has failed to "
+                        "get it",
+                        "call jax_ep.close_shared_handles() in every process",
+                    )
                 try:
+                    arguments = _arguments(request)
+                except Exception as error:  # there are no such arguments here
+                    raise rendezvous.unreadable(error) from error
+                group = init.open_group(*arguments, rendezvous, series)
+                with group.closed_on_failure():
                     rendezvous.conclude()
-                except BaseException:
-                    group.close()
-                    raise
                 return group
         finally:
             rendezvous.close()

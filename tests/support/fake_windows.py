@@ -7,6 +7,7 @@ descriptor and its fabric.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 import os
@@ -67,6 +68,15 @@ class Store:
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
 
 
+@contextlib.contextmanager
+def as_of_cuda():
+    """Errors of the system as those of the CUDA module."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
+
+
 class Native(types.SimpleNamespace):
     """The CUDA module of one process. Fields say what fails."""
 
@@ -124,7 +134,8 @@ class Native(types.SimpleNamespace):
         for group in groups:
             for rank, ordinal in enumerate(group):
                 if ordinal != self.ELSEWHERE:
-                    descriptor = os.memfd_create("window")
+                    with as_of_cuda():
+                        descriptor = os.memfd_create("window")
                     os.ftruncate(descriptor, BYTES)
                     self.own[ordinal] = descriptor, mmap.mmap(descriptor, BYTES)
                     self.mark(self.own[ordinal][1], rank)
@@ -143,7 +154,8 @@ class Native(types.SimpleNamespace):
         if self.by_fabric:
             assert self.makes_handles
             handle = HANDLE.pack(os.getpid(), descriptor, self.fabric.encode())
-        return os.dup(descriptor), BYTES, handle
+        with as_of_cuda():
+            return os.dup(descriptor), BYTES, handle
 
     def import_window(self, key, ep_group, rank, handle, size):
         if self.no_map:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jax_ep._peers import rendezvous
 from jax_ep._peers.rendezvous import Rendezvous, _dump
 from support import fake_windows
 from support.errors import check_form, check_state
@@ -152,7 +153,7 @@ def test_what_a_dead_process_has_left(dead: int) -> None:
     meeting = killed.meeting
     # The keys as the process left them when it was killed while waiting.
     store.values[f"{meeting._root}/invitation"] = _dump(
-        {"token": "0", "attempt": 1, "failed": None}
+        {"token": "0", "attempt": 1, "failed": None, "process": None}
     )
     store.values[f"{meeting._root}/0/0/1"] = _dump({"value": {"attempt": 1}})
     early = start(1 - dead, 20.0, "early")
@@ -346,6 +347,87 @@ def test_store_that_stands_still(key: str) -> None:
     # They can meet again once it goes on.
     actors = act_all(dict.fromkeys(range(2), lambda m: m.gather("one", 2)), store=store)
     assert [actor.result for actor in actors.values()] == [{0: 2, 1: 2}] * 2
+
+
+class Stopped(fake_windows.Store):
+    """The store of a coordinator that is stopped for a while.
+
+    It stops at the n-th call about the last step, before or after it is carried out.
+    """
+
+    def __init__(self, call: int, when: str, seconds: float) -> None:
+        super().__init__()
+        self.left, self.when, self.seconds = call, when, seconds
+        self.begun, self.goes_on = False, threading.Event()
+        self.goes_on.set()
+
+    def _run(self, name: str, key: str, *args: Any) -> Any:
+        self.goes_on.wait(60)
+        last = self.begun or "/2/" in key
+        self.begun, self.left = last, self.left - last
+        stops = self.left == 0 and last
+        if stops and self.when == "before":
+            self._stop()
+        try:
+            return getattr(super(), name)(key, *args)
+        finally:
+            if stops and self.when == "after":
+                self._stop()
+            # Answers are not sent while it is stopped, either.
+            self.goes_on.wait(60)
+
+    def _stop(self) -> None:
+        self.goes_on.clear()
+        threading.Timer(self.seconds, self.goes_on.set).start()
+        self.goes_on.wait(60)
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        return self._run("key_value_set_bytes", key, value, allow_overwrite)
+
+    def key_value_try_get_bytes(self, key):
+        return self._run("key_value_try_get_bytes", key)
+
+    def key_value_dir_get_bytes(self, folder):
+        return self._run("key_value_dir_get_bytes", folder)
+
+    def key_value_delete(self, key):
+        return self._run("key_value_delete", key)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        return self._run("blocking_key_value_get_bytes", key, milliseconds)
+
+
+def test_coordinator_that_stops_in_the_last_step(monkeypatch) -> None:
+    """Wherever it stops, all succeed or none does; and the time is bounded."""
+    timeout_s = 0.5
+    jobs = []
+    for call in range(1, 13):
+        for when in ("before", "after"):
+            store = Stopped(call, when, 3 * timeout_s)
+            given: dict[str, Any] = {"store": store, "series": str(id(store))}
+            actors = [
+                Actor(Rendezvous.conclude, [0, 1, 2], process, timeout_s, **given)
+                for process in range(3)
+            ]
+            jobs.append((call, when, actors))
+    for call, when, actors in jobs:
+        for actor in actors:
+            actor.join(60)
+        errors = [actor.error for actor in actors]
+        assert len({error is None for error in errors}) == 1, (call, when, errors)
+
+
+def test_coordinator_that_never_goes_on(monkeypatch) -> None:
+    """The last step gives up in the end, and says what that may mean."""
+    monkeypatch.setattr(rendezvous, "SILENT_S", 0.5)
+    store = Stopped(1, "before", 3.0)
+    actors = act_all(dict.fromkeys(range(2), Rendezvous.conclude), 0.3, store=store)
+    told = [str(actor.error) for actor in actors.values()]
+    for actor in actors.values():
+        assert actor.seconds < SOON_S
+        check_state(Caught(actor.error), "init", "did not answer within", "process 0")
+    # One of them may have been in the step before.
+    assert any("0.5 s more" in words and "end the job" in words for words in told)
 
 
 LIES = [

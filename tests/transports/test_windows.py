@@ -219,7 +219,7 @@ def test_window_that_is_not_handed_over(error, all_closed, monkeypatch) -> None:
     for actor in actors.values():
         assert isinstance(actor.error, windows.NotMapped)
         assert (error.strerror or str(error)) in actor.error.obstacle[1]
-        assert "from process 1 to 0" in actor.error.obstacle[1]
+        assert "(process 1)" in actor.error.obstacle[1]
 
 
 def silent_address(stack: contextlib.ExitStack) -> str:

@@ -3,13 +3,15 @@
     PYTHONPATH=tests python tests/workers/attack_init.py --record
     PYTHONPATH=tests python tests/workers/attack_init.py --ways error interrupt --most 6
 
-The first form attacks every point in every way, which takes some minutes.
+The first form attacks every point in every way, and stops each process there, which
+takes about an hour.
 
-Jobs of three real processes (jax.distributed on CPUs, with fake windows) run an init
-in which one of them, the victim, is attacked at some point: by an exception, Ctrl-C, a
-stop of some seconds (SIGSTOP) or SIGKILL. After each attack the survivors must agree on
-whether the init succeeded, must have ended in time and left nothing open, and the next
-init must succeed in all of them. test_attack_init.py runs some of the attacks.
+Jobs of three real processes (jax.distributed on CPUs, with fake windows) run an init,
+or request a shared handle, in which one of them, the victim, is attacked at some point:
+by an exception, Ctrl-C, a stop of some seconds (SIGSTOP) or SIGKILL; or it can open no
+more files from there on, or is refused sockets. After each attack the survivors must
+agree on whether the init succeeded, must have ended in time and left nothing open, and
+the next init must succeed in all of them. test_attack_init.py runs some of the attacks.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,16 +34,24 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 PROCESSES = 3
 TIMEOUT_S = 2.0
 # How long an init may take beyond its time limit on a busy machine.
 SLACK_S = 15.0
-WAYS = ("error", "interrupt", "stop", "kill")
-# Calls in init before or after which the victim is attacked: "gather NAME" is a step of
-# the rendezvous, "native NAME" a call of the native module.
+# How long all processes need to make their calls after a barrier.
+TOGETHER_S = 0.3
+# Words about processes that failed, or that others waited for in vain.
+BLAME = r"failed on process (\d+)|nothing from processes \[(.*?)\]"
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+WAYS = ("error", "interrupt", "stop", "kill", "files", "refused")
+# Calls before or after which the victim is attacked: "gather NAME" is a step of the
+# rendezvous, "native NAME" a call of the native module, "ask" the request for a shared
+# handle.
 CALLS = (
     "check",
+    "ask",
     "begin",
     "gather devices",
     "listen",
@@ -54,28 +68,51 @@ CALLS = (
     "gather done",
     "gather agreed",
 )
-# If the victim fails after the last step, the others succeed all the same.
-LATE = {("gather agreed", "after")}
-POINTS = tuple(
-    (call, when)
-    for call in CALLS
-    for when in ("before", "after")
-    if (call, when) not in {("begin", "before"), ("check", "before")}
-)
+# Whatever happens to the victim after the last step is its own affair.
+LATE = {"init": {("gather agreed", "after")}}
+# In a request for a shared handle these run in the caller's thread; the others run in a
+# thread that serves all processes.
+OWN = {(call, when) for call in ("ask", "run_init") for when in ("before", "after")}
+LATE["shared"] = LATE["init"] | {point for point in OWN if point[0] == "run_init"}
+POINTS = {
+    kind: tuple(
+        (call, when)
+        for call in CALLS
+        for when in ("before", "after")
+        if call != ("ask" if kind == "init" else "check")
+        and (call, when) not in {("begin", "before"), ("check", "before")}
+    )
+    for kind in LATE
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """One init in which `victim` is attacked at a point."""
+    """One init, or request for a shared handle, with an attack at a point."""
 
     call: str
     when: str
     way: str
     victim: int
+    kind: str = "init"
 
     def __str__(self) -> str:
         """For reports."""
-        return f"{self.way} in process {self.victim} {self.when} {self.call!r}"
+        where = f"{self.when} {self.call!r} of {self.kind}"
+        return f"{self.way} in process {self.victim} {where}"
+
+    @property
+    def late(self) -> bool:
+        """Whether the others succeed, as they need nothing more from the victim."""
+        return (self.call, self.when) in LATE[self.kind]
+
+    @property
+    def own(self) -> bool:
+        """Whether only the victim's call fails, while the victim serves the others."""
+        caller = (self.call, self.when) in OWN
+        return self.kind == "shared" and (
+            self.way == "interrupt" or (self.way == "error" and caller)
+        )
 
 
 # ---- A process of the job ----
@@ -93,57 +130,83 @@ def act(way: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if way == "files":
+        # The lowest free number, which the next opened file would get.
+        least = os.dup(0)
+        os.close(least)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, FILES[1]))
+
+
+def refuse(*args: Any) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 @contextlib.contextmanager
 def attacked(native: Any, attack: Attack) -> Iterator[None]:
     """Attacks the victim's init once, inside the context."""
     from jax_ep._peers.rendezvous import Rendezvous
-    from jax_ep._setup import init
+    from jax_ep._setup import init, shared
 
     kind, _, name = attack.call.partition(" ")
     places: dict[str, tuple[Any, str]] = {
         "check": (init, "_check_served"),
         "run_init": (init, "_run_init"),
+        "ask": (shared._Opener, "ask"),
         "native": (native, name),
     }
     place, attribute = places.get(kind, (Rendezvous, kind))
     true, done = getattr(place, attribute), []
+    with contextlib.ExitStack() as stack:
 
-    def replaced(*args: Any, **named: Any) -> Any:
-        here = not done and (kind != "gather" or args[1] == name)
-        if here and attack.when == "before":
+        def attack_once() -> None:
             done.append(True)
+            if attack.kind == "shared" and (attack.call, attack.when) not in OWN:
+                time.sleep(TOGETHER_S)  # all processes' calls have begun
+            if attack.way == "refused":
+                for name in ("bind", "listen", "connect"):
+                    stack.enter_context(mock.patch.object(socket.socket, name, refuse))
             act(attack.way)
-        result = true(*args, **named)
-        if here and attack.when == "after":
-            done.append(True)
-            act(attack.way)
-        return result
 
-    setattr(place, attribute, replaced)
-    try:
+        def replaced(*args: Any, **named: Any) -> Any:
+            here = not done and (kind != "gather" or args[1] == name)
+            if here and attack.when == "before":
+                attack_once()
+            result = true(*args, **named)
+            if here and attack.when == "after":
+                attack_once()
+            return result
+
+        stack.enter_context(mock.patch.object(place, attribute, replaced))
         yield
-    finally:
-        setattr(place, attribute, true)
     assert done, f"{attack}: nothing has called it"
 
 
-def attempt(native: Any, mesh: Any, config: Any) -> dict[str, Any]:
-    """Runs an init; reports what it left behind if it failed."""
+def attempt(
+    kind: str, native: Any, mesh: Any, config: Any, name: str, living: list[int]
+) -> dict[str, Any]:
+    """Gets a handle and closes it; reports what is left when all `living` are done."""
     import jax_ep
     from support import fake_windows
+    from workers import windows_worker
 
     before, start = fake_windows.descriptors(), time.monotonic()
     found: dict[str, Any] = {"error": None}
     try:
-        ep = jax_ep.init(mesh, "ep", config, transport="p2p")
+        make = {"init": jax_ep.init, "shared": jax_ep.shared_handle}[kind]
+        ep = make(mesh, "ep", config, transport="p2p")
         found["key"] = ep.key
         found["transport"] = ep.transport
         ep.close()
     except BaseException as error:
         found["error"] = f"{type(error).__name__}: {error}"
     found["seconds"] = time.monotonic() - start
+    resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
+    jax_ep.close_shared_handles()
+    windows_worker.barrier(name, living)
+    # A group that was opened for others closes a moment later.
+    end = time.monotonic() + SLACK_S
+    while (native.own or native.mapped) and time.monotonic() < end:
+        time.sleep(0.05)
     found["threads"] = fake_windows.threads_of_meetings()
     found["open"] = len(native.own) + len(native.mapped)
     # One or two more or less are normal: the store's connections come and go.
@@ -170,13 +233,17 @@ def work(port: str, process: int, attacks: list[Attack]) -> None:
         with contextlib.ExitStack() as stack:
             if process == attack.victim:
                 stack.enter_context(attacked(native, attack))
-            found = attempt(native, mesh, config)
+            elif attack.call == "ask":
+                time.sleep(TOGETHER_S)  # so that the victim is the first to ask
+            if attack.way == "kill":
+                everybody = [p for p in everybody if p != attack.victim]
+            name, kind = f"end{number}", attack.kind
+            found = attempt(kind, native, mesh, config, name, everybody)
         print("attacked: " + json.dumps(found), flush=True)
-        if attack.way == "kill":
-            everybody = [p for p in everybody if p != attack.victim]
-            mesh = _of_processes(mesh, everybody)
-        windows_worker.barrier(f"end{number}", everybody)
-        print("next: " + json.dumps(attempt(native, mesh, patient)), flush=True)
+        mesh = _of_processes(mesh, everybody)
+        name = f"next{number}"
+        found = attempt(attack.kind, native, mesh, patient, name, everybody)
+        print("next: " + json.dumps(found), flush=True)
     windows_worker.leave(process, len(everybody))
 
 
@@ -194,10 +261,11 @@ def _of_processes(mesh: Any, processes: list[int]) -> Any:
 def run(attacks: list[Attack], timeout_s: float) -> dict[Attack, list[str]]:
     """Runs one job of all attacks; returns what went wrong, by attack."""
     from support.launch import command, environment, free_port
+    from support.worker_process import LIMIT
 
     given = json.dumps([dataclasses.astuple(attack) for attack in attacks])
     port = str(free_port())
-    env = environment(JAX_PLATFORMS="cpu")
+    env = environment(JAX_PLATFORMS="cpu", **{LIMIT: str(timeout_s)})
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, f"{process}.log") for process in range(PROCESSES)]
         jobs = []
@@ -268,16 +336,28 @@ def judge(attacks: list[Attack], texts: list[str]) -> dict[Attack, list[str]]:
             ends = {p: texts[p][-600:] for p in living if p not in after}
             found[attack] = [f"did not come to its end: {ends}"]
             break
-        late = (attack.call, attack.when) in LATE
         others = {p: one["error"] for p, one in here.items() if p != attack.victim}
         succeeded = {error is None for error in others.values()}
-        # A stop after the last step is only a delay.
-        if succeeded != {late}:
-            wrong.append(f"outcomes of the others: {others}")
-        if attack.victim in here:
-            error = here[attack.victim]["error"]
-            if (error is None) != (late and attack.way == "stop"):
-                wrong.append(f"outcome of the victim: {error}")
+        victim = here.get(attack.victim, {}).get("error")
+        if attack.way in ("files", "refused") or (
+            # The others wait for the store, or give up.
+            attack.way == "stop" and attack.victim == 0 and not attack.late
+        ):
+            if succeeded != {victim is None}:
+                wrong.append(f"outcomes: {others}, of the victim {victim}")
+        else:
+            if succeeded != {attack.late or attack.own}:
+                wrong.append(f"outcomes of the others: {others}")
+            # A stop after the last step is only a delay.
+            delayed = attack.late and attack.way == "stop"
+            if attack.victim in here and (victim is None) != delayed:
+                wrong.append(f"outcome of the victim: {victim}")
+        if attack.way != "stop" or attack.victim != 0:
+            for error in filter(None, others.values()):
+                blamed = {a or b for a, b in re.findall(BLAME, error)}
+                named = re.search(rf"process {attack.victim}\b", error)
+                if blamed - {str(attack.victim)} or not (named or blamed):
+                    wrong.append(f"blames {blamed}: {error}")
         for process, one in here.items():
             stopped = attack.way == "stop" and process == attack.victim
             most = TIMEOUT_S + SLACK_S + (2.5 * TIMEOUT_S if stopped else 0)
@@ -292,23 +372,33 @@ def judge(attacks: list[Attack], texts: list[str]) -> dict[Attack, list[str]]:
     return found
 
 
-def attacks_of(ways: list[str], most: int | None) -> list[Attack]:
-    """For each way, up to `most` evenly spaced points; victims take turns."""
+def attacks_of(way: str, most: int | None, kind: str) -> list[Attack]:
+    """Up to `most` evenly spaced points; victims take turns.
+
+    If all points are attacked, a stop has each process as its victim.
+    """
     found = []
-    for way in ways:
-        points = POINTS[:: max(1, len(POINTS) // most)][:most] if most else POINTS
-        for number, (call, when) in enumerate(points):
-            # The coordinator is in process 0: nobody survives its death.
-            victims = [1, 2] if way == "kill" else [1, 0, 2]
-            found.append(Attack(call, when, way, victims[number % len(victims)]))
+    points = POINTS[kind]
+    if way in ("files", "refused"):
+        # The victim would fail before the others call.
+        points = tuple(point for point in points if point[0] != "ask")
+    points = points[:: max(1, len(points) // most)][:most] if most else points
+    # The coordinator is in process 0: nobody survives its death.
+    victims = [1, 2] if way == "kill" else [1, 0, 2]
+    for number, (call, when) in enumerate(points):
+        turn = [victims[number % len(victims)]]
+        for victim in victims if way == "stop" and not most else turn:
+            found.append(Attack(call, when, way, victim, kind))
     return found
 
 
-def survived(ways: list[str], most: int | None) -> dict[Attack, list[str]]:
+def survived(
+    ways: list[str], most: int | None, kind: str = "init"
+) -> dict[Attack, list[str]]:
     """Runs one job per way, or per attack for "kill"; what went wrong, by attack."""
     found: dict[Attack, list[str]] = {}
     for way in ways:
-        attacks = attacks_of([way], most)
+        attacks = attacks_of(way, most, kind)
         jobs = [[attack] for attack in attacks] if way == "kill" else [attacks]
         for job in jobs:
             found |= run(job, timeout_s=60 + 12 * len(job))
@@ -320,6 +410,7 @@ def survived(ways: list[str], most: int | None) -> dict[Attack, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--kinds", nargs="+", choices=[*POINTS], default=[*POINTS])
     parser.add_argument("--most", type=int, help="points of each way; default: all")
     parser.add_argument("--record", action="store_true", help="keep the figures")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
@@ -328,12 +419,15 @@ def main() -> int:
         port, process, given = args.work
         work(port, int(process), [Attack(*each) for each in json.loads(given)])
         return 0
-    found = survived(args.ways, args.most)
+    found: dict[Attack, list[str]] = {}
+    for kind in args.kinds:
+        found |= survived(args.ways, args.most, kind)
     for attack, wrong in found.items():
         for each in wrong:
             print(f"{attack}: {each}")
     good = sum(not wrong for wrong in found.values())
-    print(f"{len(POINTS)} points, {len(found)} attacks, {good} survived")
+    points = sum(len(POINTS[kind]) for kind in args.kinds)
+    print(f"{points} points, {len(found)} attacks, {good} survived")
     if args.record:
         from benchmarks.common import recording
 
@@ -346,7 +440,7 @@ def main() -> int:
             "date": recording.date(),
             "commit": recording.commit(),
             "processes": PROCESSES,
-            "points": len(POINTS),
+            "points": points,
             "attacks": len(found),
             "survived": by_way,
         }

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._setup import init
+from jax_ep._peers.request_log import RequestLog
+from jax_ep._setup import init, shared
 from support import helpers
 from workers import windows_worker
 
@@ -45,7 +46,7 @@ class Steps:
     def refusal(self, tokens: int, timeout_s: float = LONG_S) -> str:
         try:
             self.shared(tokens, timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             return str(error)
         return "none"
 
@@ -104,6 +105,66 @@ class Steps:
         self.barrier("mended")
         self.found["after failure"] = self.shared(6).key
 
+    def failure_of_all(self) -> None:
+        """A failure is the answer to every call that waits for it, in all processes."""
+        true = init.open_group
+
+        def failing(*args: Any) -> Any:
+            init.open_group = true
+            time.sleep(2.0)
+            raise OSError("no such luck")
+
+        if self.process == self.last:
+            init.open_group = failing
+        self.barrier("about to fail together")
+        if self.process:
+            time.sleep(1.2)  # its thread has read the request of process 0
+        assert "no such luck" in self.refusal(9)
+        self.barrier("failed together")
+        self.found["after failure of all"] = self.shared(9).key
+
+    def failure_alone(self) -> None:
+        """A process that fails when the group is open gets it with its next call."""
+        true = init._run_init
+
+        def failing(*args: Any) -> Any:
+            raise RuntimeError("no room for ep_init")
+
+        if self.process == self.last:
+            init._run_init = failing
+            assert self.refusal(10) == "no room for ep_init"
+            init._run_init = true
+        self.found["after failure alone"] = self.shared(10).key
+
+    def lost_by_one(self) -> None:
+        """A process without the group that the others have is told so at once."""
+        ep = self.shared(11)
+        self.barrier("all have it")
+        if self.process == 1:
+            groups = {f.result().key: which for which, f in shared._groups.items()}
+            which = groups[ep.key]
+            ep.close()
+            for key in [key for key, found in shared._handles.items() if found is ep]:
+                del shared._handles[key]
+            shared._finished.remove(which)
+            del shared._groups[which]
+            shared._failures[which] += 1
+            start = time.monotonic()
+            assert "call jax_ep.close_shared_handles()" in self.refusal(11)
+            assert time.monotonic() - start < LONG_S / 2
+        self.barrier("one has lost it")
+        jax_ep.close_shared_handles()
+        self.found["after a loss"] = self.shared(11).key
+
+    def garbage(self) -> None:
+        """Requests that cannot be read, as of another version, are left out."""
+        if self.process == 0:
+            log = RequestLog(windows_worker.client())
+            request = {"processes": [0, 1, 2], "config": {"timeout_s": "soon"}}
+            for entry in ({}, {"request": 3}, {"request": request, "which": [None]}):
+                log.append(entry)
+        self.found["after garbage"] = self.shared(12).key
+
     def closing(self) -> None:
         """Closes handles, also one of a single process, while some of them are late."""
         if self.process == 0:
@@ -141,6 +202,10 @@ def main() -> None:
     steps.one_alone()
     steps.threads_at_once()
     steps.failure_of_one()
+    steps.failure_of_all()
+    steps.failure_alone()
+    steps.lost_by_one()
+    steps.garbage()
     steps.closing()
     if transport == "collective":
         steps.results()
