@@ -130,6 +130,7 @@ def test_export_for_gpus_that_are_not_here(platforms):
     assert program.platforms == tuple(platforms)
     assert program.nr_devices == mesh.size
     text = program.mlir_module()
-    assert all(
-        name in text for name in ("@ep_pack", "all_to_all", "@ep_combine_unpack")
-    )
+    names = ["@ep_pack", "@ep_combine_unpack"]
+    if mesh.size > 1:  # JAX leaves it out for a single rank
+        names.append("all_to_all")
+    assert all(name in text for name in names)
