@@ -15,8 +15,9 @@ import types
 
 # Otherwise jax_ep would refuse a module whose fingerprint is not written yet.
 if __name__ == "__main__":
-    _none = types.SimpleNamespace(FINGERPRINTS={})
-    sys.modules["jax_ep._native.expected"] = _none  # type: ignore[assignment]
+    _none = types.ModuleType("jax_ep._native.expected")
+    vars(_none)["FINGERPRINTS"] = {}
+    sys.modules[_none.__name__] = _none
 
 from jax_ep._native import fingerprint, tables
 from jax_ep._native.loader import cpu
