@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from jax.typing import ArrayLike
 
 from jax_ep._core import calls, checks, errors, pytrees
 from jax_ep._core.arrays import as_array
-from jax_ep._core.choice import check_choice as _check_choice
 from jax_ep._core.literals import SCORES, Score
 from jax_ep._ops import router_choice
 
@@ -91,6 +91,41 @@ class Router:
             self.top_groups,
             remedy,
         )
+
+    def _check_choice(self, function: str, experts: int, top_k: int) -> None:
+        """Raises unless it can choose `top_k` of `experts` experts."""
+        errors.require(
+            isinstance(top_k, numbers.Integral) and 1 <= top_k <= experts,
+            function,
+            f"top_k must be an int from 1 to num_experts, {experts}",
+            errors.brief(top_k),
+            "pass a value within these bounds",
+        )
+        groups = self.num_groups
+        size = experts // groups
+        errors.require(
+            experts % groups == 0 and size * self.top_groups >= top_k,
+            function,
+            "num_groups must divide the experts and top_groups must hold top_k experts",
+            f"{experts} experts in {errors.brief(groups)} groups, top "
+            f"{errors.brief(self.top_groups)}, top_k {top_k}",
+            "change num_groups or top_groups",
+        )
+        errors.require(
+            groups == 1 or self.best_of_group <= size,
+            function,
+            f"best_of_group must be at most {size}, the experts per group",
+            self.best_of_group,
+            "pass a smaller value",
+        )
+        if top_k == 1 and self.normalize:
+            warnings.warn(
+                f"jax_ep.{function}: Router(normalize=True) makes every weight 1 if "
+                "top_k is 1, so the task does not train the router; leave normalize "
+                "out",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 @pytrees.register()
@@ -169,7 +204,7 @@ def route(
         "reshape them to one row per token",
     )
     n, experts = logits.shape
-    _check_choice("router.route", router, experts, top_k)
+    router._check_choice("router.route", experts, top_k)
     if bias is not None:
         bias, remedy = jnp.asarray(bias), "pass one number per expert"
         checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)

@@ -19,11 +19,14 @@ _Class = TypeVar("_Class", bound=type)
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
-def explained(function: str, remedy: str | None = None) -> Callable[[_Call], _Call]:
+def explained(
+    function: str | Callable[[Any], str], remedy: str | None = None
+) -> Callable[[_Call], _Call]:
     """Returns a decorator that raises jax_ep's error for arguments that do not bind.
 
     Args:
-        function: the public name, below `jax_ep`.
+        function: the public name, below `jax_ep`; of a method, it may be a function of
+            `self` that returns it.
         remedy: what to do about missing or surplus arguments, if that is not obvious.
     """
 
@@ -34,7 +37,8 @@ def explained(function: str, remedy: str | None = None) -> Callable[[_Call], _Ca
                 return call(*args, **kwargs)
             except TypeError as error:
                 # Only now, because binding takes longer than the call of a handle.
-                wrong = _mistake(function, remedy, call, args, kwargs)
+                name = function if isinstance(function, str) else function(args[0])
+                wrong = _mistake(name, remedy, call, args, kwargs)
                 if wrong is None:
                     raise
                 raise wrong from error

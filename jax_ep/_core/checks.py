@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jax_ep import formats
-from jax_ep._core import errors, pytrees
+from jax_ep._core import errors, formats, pytrees
 from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route

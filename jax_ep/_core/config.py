@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep import formats
-from jax_ep._core import calls, errors
+from jax_ep._core import calls, errors, formats
 from jax_ep._core.arrays import dtype_of
 from jax_ep._core.literals import (
     DTYPES,

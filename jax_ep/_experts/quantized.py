@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax_ep._core import pytrees
 from jax_ep._core.literals import WeightFormat
 from jax_ep._experts import four_bits
+from jax_ep._native.loader import cpu as native
 
 Which = Literal["gate_up", "down"]
 
@@ -26,10 +27,7 @@ BLOCK = 128  # rows and columns of a matrix that share a scale of "fp8_block128"
 PER_SCALE = 32  # elements of a column that share a scale of "mxfp4"
 E4M3 = jnp.float8_e4m3fn
 E8M0 = jnp.float8_e8m0fnu
-E4M3_LARGEST = 448.0
-WEIGHTS_FLOOR = 1e-4  # the least amax of "fp8_block128"
-# The least amax of cotangents, which are often far below 1e-4 with a mean loss.
-COTANGENTS_FLOOR = 2.0**-80
+_E4M3_LARGEST = float(jnp.finfo(E4M3).max)
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _NAN_CODE = 0x7F
@@ -187,7 +185,7 @@ def dequantize(weights: QuantizedWeights, which: Which) -> jax.Array:
 def quantize_cotangents(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns e4m3 codes and float32 scales per 128 elements of `[N, A]`."""
     blocks = _split(values.astype(jnp.float32), 1, BLOCK)
-    codes, scales = _to_e4m3(blocks, (2,), COTANGENTS_FLOOR)
+    codes, scales = _to_e4m3(blocks, (2,), native.FP8_LEAST_AMAX_OF_GRADIENTS)
     return _merge(codes, 1), scales
 
 
@@ -195,7 +193,7 @@ def to_blocks(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises `[L, A, ..., B]` per 128 x 128 of A and B."""
     last = matrices.ndim - 1
     blocks = _split(_split(matrices.astype(jnp.float32), last, BLOCK), 1, BLOCK)
-    codes, scales = _to_e4m3(blocks, (2, last + 2), WEIGHTS_FLOOR)
+    codes, scales = _to_e4m3(blocks, (2, last + 2), native.FP8_LEAST_AMAX)
     return _merge(_merge(codes, 1), last), scales
 
 
@@ -215,10 +213,10 @@ def _to_e4m3(
     amax = jnp.maximum(_floats(largest), floor)
     # XLA turns divisions by constants and by broadcast scales into multiplications by
     # reciprocals, which round differently. It does not see through jnp.where.
-    divisor = jnp.where(bad, 1.0, E4M3_LARGEST).astype(jnp.float32)
+    divisor = jnp.where(bad, 1.0, _E4M3_LARGEST).astype(jnp.float32)
     scales = jnp.where(bad, jnp.nan, amax / divisor)
     own = jnp.where(jnp.isnan(values), 1.0, scales)
-    ratio = jnp.clip(values / own, -E4M3_LARGEST, E4M3_LARGEST)
+    ratio = jnp.clip(values / own, -_E4M3_LARGEST, _E4M3_LARGEST)
     codes = jnp.where(bad, 0.0, ratio).astype(E4M3)
     byte = jax.lax.bitcast_convert_type(codes, jnp.uint8)
     byte = jnp.where(bad, jnp.uint8(_NAN_CODE), byte)

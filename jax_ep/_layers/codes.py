@@ -62,20 +62,6 @@ def require_format(function: str, name: Any) -> None:
     )
 
 
-def multiple_of(experts: Any, weights: WeightFormat | None, rows: str) -> int:
-    """Returns what H and a rank's part of F must be multiples of.
-
-    Args:
-        experts: the experts function; only `jax_ep.experts.fp8` needs more than 1.
-        weights: the format of the codes that replace the weights, or None.
-        rows: dispatch_format; some formats make codes of the rows as well.
-    """
-    if experts is not _experts.fp8:
-        return 1
-    four_bits = weights == "mxfp4" and rows == "bf16"
-    return quantized.multiple_of("mxfp4" if four_bits else "fp8_block128")
-
-
 def in_place(params: Mapping[str, Param], name: WeightFormat) -> dict[str, Param]:
     """Returns `params` with codes and scales in place of gate_up and down."""
     matrices = params["gate_up"], params["down"]
@@ -159,14 +145,20 @@ def made(
 
 
 def require_blocks(
-    function: str, multiple: int, hidden: int, inner: int, tp: str | None, parts: int
+    function: str,
+    experts: str,
+    multiple: int,
+    hidden: int,
+    inner: int,
+    tp: str | None,
+    parts: int,
 ) -> None:
     """Raises unless H and a rank's part of F are multiples of `multiple`."""
     remedy = "pad the weights with zeros, or use jax_ep.experts.auto"
     errors.require(
         hidden % multiple == 0,
         function,
-        f"hidden_size must be a multiple of {multiple} for jax_ep.experts.fp8",
+        f"hidden_size must be a multiple of {multiple} for {experts}",
         hidden,
         remedy,
     )
@@ -176,7 +168,7 @@ def require_blocks(
         inner % (multiple * parts) == 0,
         function,
         f"intermediate_size must be a multiple of {multiple} on each of {parts} "
-        "tensor-parallel ranks for jax_ep.experts.fp8",
+        f"tensor-parallel ranks for {experts}",
         f"{inner}, which is {inner / parts:g} per rank",
         remedy,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 from jax_ep import experts as _experts
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
-from jax_ep._experts import quantized
+from jax_ep._experts import interface, quantized
+from jax_ep._experts.interface import Experts
 from jax_ep._layers import moe_checks
 from jax_ep._ops.dequantize import dequantize, scales_by_row
 
@@ -27,13 +27,25 @@ class _Weights(NamedTuple):
     biases: dict[str, jax.Array]
 
 
+def implementation(given: ExpertsFunction | None, holds_codes: bool) -> Experts:
+    """Returns a layer's experts, or the default ones.
+
+    Args:
+        given: `experts=` of the layer.
+        holds_codes: whether the layer has codes of weights.
+    """
+    if given is None:
+        given = _experts.fp8 if holds_codes else _experts.auto
+    return interface.of(given)
+
+
 def apply(
     ep: EPHandle,
     d: Dispatched,
     params: Mapping[str, Any],
     count: int,
     tp_axis: str | None,
-    experts: ExpertsFunction | None,
+    experts: Experts,
     activation: _experts.Activation | None,
 ) -> jax.Array:
     """Applies the experts, and a fused shared one; returns `[N, H]`.
@@ -44,20 +56,18 @@ def apply(
         params: the parameters of `jax_ep.moe_ffn`.
         count: n, the tokens of this rank.
         tp_axis: as in `jax_ep.moe_ffn`.
-        experts: likewise.
-        activation: likewise.
+        experts: of the layer.
+        activation: as in `jax_ep.moe_ffn`.
     """
-    run: Any = experts
-    if experts is None:
-        run = partial(_experts.auto, device=ep.mesh.local_devices[0])
-    takes_dispatched = getattr(run, "takes_dispatched", False)
+    run = experts.on(ep.mesh.local_devices[0])
+    takes_dispatched = experts.takes_dispatched
     given: Any = d if takes_dispatched else dequantize(d)
     routed = _routed(params, tp_axis)
     # Rows or a Dispatched, the sizes of its groups, and their weights.
     parts: list[tuple[Any, jax.Array, _Weights]]
     if not ep.config.fused_shared_expert:
         parts = [(given, d.group_sizes, routed)]
-    elif _works_on_parts(run):
+    elif experts.splits_by_group:
         # In one call, the weights of all experts would have to be copied.
         both = _shared(params, routed), routed
         split = _split(d, count, ep.config.expert_alignment)
@@ -77,7 +87,7 @@ def apply(
     outs = []
     for part, sizes, weights in parts:
         gate_up, down, options = _arguments(weights, activation)
-        moe_checks.require_keywords(run, options)
+        moe_checks.require_keywords(experts, options)
         rest = () if takes_dispatched else (sizes,)
         out = run(part, gate_up, down, *rest, **options)
         rows = (part.tokens if takes_dispatched else part).shape[0]
@@ -121,17 +131,6 @@ def _arguments(
     if weights.codes is not None:
         options["quantized"] = weights.codes
     return weights.gate_up, weights.down, options
-
-
-def _works_on_parts(run: Any) -> bool:
-    """Whether `run` gives the same rows if it is called for some groups at a time.
-
-    Only the package's own functions are known to.
-    """
-    if isinstance(run, partial) and run.keywords.keys() <= {"activation", "device"}:
-        run = run.func
-    own = (_experts.auto, _experts.ragged_dot, _experts.hopper, _experts.fp8)
-    return run in own or isinstance(run, _experts.Padded)
 
 
 def _in_front(shared: _Weights, routed: _Weights, dtype: Any) -> _Weights:

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep import experts as _experts
 from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array, require_values
-from jax_ep._core.choice import check_choice
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import (
@@ -31,8 +29,9 @@ from jax_ep._core.literals import (
     WeightFormat,
 )
 from jax_ep._core.types import ExpertsFunction
+from jax_ep._experts.interface import Experts
 from jax_ep._experts.quantized import QuantizedWeights
-from jax_ep._layers import codes, fsdp, moe_checks, places
+from jax_ep._layers import codes, expert_rows, fsdp, moe_checks, places
 from jax_ep._layers.moe import MoEAux, moe_ffn
 from jax_ep._layers.params import (
     CONFIG_FIELDS,
@@ -82,6 +81,12 @@ class Arguments:
     expert_bias: bool
     weights_format: WeightFormat | None
 
+    @classmethod
+    def of(cls, fields: Any) -> Arguments:
+        """Returns the arguments that an object has as attributes of their names."""
+        names = [field.name for field in dataclasses.fields(Arguments)]
+        return Arguments(**{name: getattr(fields, name) for name in names})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Arguments):
@@ -97,34 +102,29 @@ class Layer(Arguments):
     config: EPConfig
 
     @classmethod
-    def of(cls, function: str, given: Mapping[str, Any]) -> Layer:
-        """Makes the layer from a constructor's variables or a module's fields."""
-        names = [field.name for field in dataclasses.fields(Arguments)]
-        arguments = {name: given[name] for name in names}
-        mesh, name = arguments["mesh"], arguments["axis_name"]
+    def made(cls, function: str, given: Arguments) -> Layer:
+        """Makes the layer."""
+        arguments = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        mesh, name = given.mesh, given.axis_name
         require_mesh(function, mesh)
         context.require_usable(function, mesh)
         own = {name: arguments[name] for name in CONFIG_FIELDS}
         with errors.told_of(function, part=False):
             axes = init.axis_names(mesh, name)
         ranks = math.prod(mesh.shape[axis] for axis in axes)
-        asked = arguments["num_slots"], own["num_experts"], own["top_k"]
+        asked = given.num_slots, given.num_experts, given.top_k
         own["num_experts"] = places.checked_slots(function, *asked, ranks)
-        options = config_fields(function, arguments["config_options"])
+        options = config_fields(function, given.config_options)
         with errors.told_of(function, part=False):
             config = EPConfig(**own, **options)
             init.group_axes(mesh, name, config)
-        router, run = arguments["router"], arguments["experts"]
-        codes.require_format(function, arguments["weights_format"])
-        if run is None and arguments["weights_format"] is not None:
-            run = _experts.fp8
+        codes.require_format(function, given.weights_format)
         settled = {
             "axis_name": name if isinstance(name, str) else axes,
             "dtype": config.dtype,
             "config_options": None,
             "num_slots": config.num_experts,
-            "router": Router() if router is None else router,
-            "experts": run,
+            "router": Router() if given.router is None else given.router,
         }
         return cls(**arguments | settled, function=function, config=config)
 
@@ -152,7 +152,7 @@ class Layer(Arguments):
             moe_checks.require_hashable(self.function, name, getattr(self, name))
         config = self.config
         if isinstance(self.router, Router):
-            check_choice(self.function, self.router, self.num_experts, config.top_k)
+            self.router._check_choice(self.function, self.num_experts, config.top_k)
         moe_checks.require_mode(self.function, config)
         shared = self.shared_intermediate_size
         if config.fused_shared_expert and shared != self.intermediate_size:
@@ -194,7 +194,13 @@ class Layer(Arguments):
             hidden, inner = self.config.hidden_size, self.intermediate_size
             parts = self.mesh.shape[tp] if tp else 1
             codes.require_blocks(
-                self.function, self._multiple, hidden, inner, tp, parts
+                self.function,
+                repr(self._run),
+                self._multiple,
+                hidden,
+                inner,
+                tp,
+                parts,
             )
         self.params()  # raises where a weight does not divide
 
@@ -230,7 +236,13 @@ class Layer(Arguments):
     @property
     def _multiple(self) -> int:
         rows = self.config.dispatch_format
-        return codes.multiple_of(self.experts, self.weights_format, rows)
+        return self._run.multiple_of(self.weights_format, rows)
+
+    @property
+    def _run(self) -> Experts:
+        """What is asked of the experts."""
+        holds_codes = self.weights_format is not None
+        return expert_rows.implementation(self.experts, holds_codes)
 
     def _layouts(self) -> list[dict[str, Param]]:
         """Returns the parameters by expert, and by place as `moe_ffn` takes them.
@@ -360,8 +372,7 @@ class Layer(Arguments):
 
     def with_codes(self, name: WeightFormat) -> Layer:
         """Returns the same layer with codes in place of the experts' weights."""
-        run = _experts.fp8 if self.experts is None else self.experts
-        return dataclasses.replace(self, weights_format=name, experts=run)
+        return dataclasses.replace(self, weights_format=name)
 
     def handle(self, ep: EPHandle | None = None) -> EPHandle:
         """Returns `ep` if given, else the handle that layers of equal sizes share.
@@ -496,10 +507,10 @@ class Layer(Arguments):
         by_expert, by_place = self._layouts()
         whole = PartitionSpec()
         # Weights are quantised by expert, before ranks exchange any of them.
-        quantizes = self.experts is _experts.fp8 and form is None
-        if quantizes:
+        name = None if form else self._run.quantizes
+        if name:
             names = (*names, "experts")
-            form = codes.Form.made(by_expert, "fp8_block128", self.mesh)
+            form = codes.Form.made(by_expert, name, self.mesh)
         mapped = jax.shard_map(
             partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
@@ -512,10 +523,10 @@ class Layer(Arguments):
         def run(
             values: Any, x: Any, mask: Any, input_scale: Any, placement: Any
         ) -> Any:
-            if quantizes:
+            if name:
                 masters = values["gate_up"], values["down"]
                 made = codes.made(
-                    self.function, self.mesh, by_expert, masters, "fp8_block128", True
+                    self.function, self.mesh, by_expert, masters, name, True
                 )
                 values = {**values, "experts": made}
             if placement is not None:

@@ -19,7 +19,8 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
-from jax_ep._layers import columns, expert_rows, moe_checks, tails
+from jax_ep._experts import interface
+from jax_ep._layers import columns, expert_rows, moe_checks
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
@@ -164,9 +165,8 @@ def moe_ffn(
     moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts, activation)
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
-    if experts is None and "experts" in params:
-        experts = _experts.fp8
-    moe_checks.require_blocks(ep, experts, params, tp_axis)
+    run = expert_rows.implementation(experts, "experts" in params)
+    moe_checks.require_blocks(ep, run, params, tp_axis)
     if tp_axis is not None:
         moe_checks.require_split(ep, tokens, params, tp_axis)
     if mask is not None:
@@ -193,24 +193,29 @@ def moe_ffn(
         operands = vary_alike(order, least, *operands)
     x, ids, weights = operands
     sent = (ep, x, ids, weights)
-    seen = tails.seen(ep, experts, _intermediate_size(params))
-    zero_tail = config.zero_tail and seen
+    reads_tail = run.reads_tail(
+        interface.Case(
+            ep.mesh.local_devices[0],
+            config.dtype,
+            config.hidden_size,
+            _intermediate_size(params),
+        )
+    )
+    zero_tail = config.zero_tail and reads_tail
     if "shared_down" in params and not fused:
         d, shared = _dispatch_beside(*sent, input_scale, params, activation, zero_tail)
         beside = shared if beside is None else shared + beside
     else:
         d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
     with jax.named_scope("jax_ep.experts"):
-        rows = expert_rows.apply(
-            ep, d, params, x.shape[0], tp_axis, experts, activation
-        )
+        rows = expert_rows.apply(ep, d, params, x.shape[0], tp_axis, run, activation)
     scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
     if tp_axis and scattered:
         rows = columns.scatter(rows, tp_axis)
         if beside is not None:
             beside = columns.scatter(jnp.asarray(beside), tp_axis)
     y = combining.return_routed(
-        ep, rows, d.route, d.router_weights, beside, zero_tail=seen
+        ep, rows, d.route, d.router_weights, beside, zero_tail=reads_tail
     )
     stats = (d.expert_counts, d.num_dropped, d.num_invalid)
     if tp_axis:

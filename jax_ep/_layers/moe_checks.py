@@ -18,8 +18,8 @@ from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.varying import varying
 from jax_ep._experts import orders
+from jax_ep._experts.interface import Experts, of
 from jax_ep._experts.quantized import QuantizedWeights
-from jax_ep._layers import codes as codes_of
 
 _require = partial(errors.require, function="moe_ffn")
 
@@ -259,26 +259,27 @@ def _remedy_of_router(
 
 def _operands(experts: Any) -> tuple[str, ...]:
     """Returns what `experts` gets by position."""
-    if getattr(experts, "takes_dispatched", False):
+    if of(experts).takes_dispatched:
         return ("d", "gate_up", "down")
     return ("rows", "gate_up", "down", "group_sizes")
 
 
-def require_keywords(experts: Any, options: Mapping[str, Any]) -> None:
+def require_keywords(experts: Experts, options: Mapping[str, Any]) -> None:
     """Raises TypeError unless `experts` takes these keywords, and needs no others."""
-    taken = keywords(experts, list(options))
+    taken = keywords(experts.given, list(options))
     lacking = [name for name in options if name not in taken]
     if lacking:
         raise errors.invalid(
             "moe_ffn",
             f"experts must take the keywords {list(options)}",
-            f"{calls.name_of(experts)} without {lacking}",
+            f"{experts.name} without {lacking}",
             "add them to the function, or leave them out of the call",
             operand="experts",
             kind=TypeError,
         )
     operands = _operands(experts)
-    calls.require_takes("moe_ffn", "experts", experts, operands, list(options))
+    given = experts.given
+    calls.require_takes("moe_ffn", "experts", given, operands, list(options))
 
 
 def require_split(
@@ -300,30 +301,30 @@ def require_split(
         )
 
 
-def require_rows(rows: Any, expected: tuple[int, int], experts: Any) -> None:
+def require_rows(rows: Any, expected: tuple[int, int], experts: Experts) -> None:
     """Raises unless `experts` have returned a row of H columns for each of N rows."""
     found = jnp.shape(rows)
     _require(
         found == expected,
         rule=f"experts must return [N, H] = {expected}",
-        value=f"{found} from {calls.name_of(experts)}",
+        value=f"{found} from {experts.name}",
         remedy="return one row per row, with the columns of tokens",
     )
 
 
 def require_blocks(
-    ep: EPHandle, experts: Any, params: Mapping[str, Any], tp_axis: str | None
+    ep: EPHandle, experts: Experts, params: Mapping[str, Any], tp_axis: str | None
 ) -> None:
-    """Raises if `experts` is `jax_ep.experts.fp8` and H or F do not suit it."""
+    """Raises if H or F do not suit `experts`."""
     codes = params.get("experts")
     form = None if codes is None else codes.format
-    multiple = codes_of.multiple_of(experts, form, ep.config.dispatch_format)
+    multiple = experts.multiple_of(form, ep.config.dispatch_format)
     down = codes.shapes[1] if codes is not None else jnp.shape(params["down"])
     hidden = ep.config.hidden_size
     split = f" (its part on each rank of {tp_axis!r})" if tp_axis else ""
     _require(
         hidden % multiple == 0 and down[1] % multiple == 0,
-        rule=f"H and F{split} must be multiples of {multiple} for jax_ep.experts.fp8",
+        rule=f"H and F{split} must be multiples of {multiple} for {experts!r}",
         value=f"H = {hidden} and F = {down[1]}",
         remedy="pad the weights with zeros"
         + (", or split them over fewer ranks" if tp_axis else "")

@@ -26,7 +26,7 @@ from jax_ep._core.literals import Format, RouterBiases, Transport, WeightFormat
 from jax_ep._core.types import ExpertsFunction
 from jax_ep._layers import codes as _codes
 from jax_ep._layers import params as _layer_params
-from jax_ep._layers.layer import Layer
+from jax_ep._layers.layer import Arguments, Layer
 from jax_ep._layers.moe import MoEAux
 from jax_ep.experts import Activation, QuantizedWeights
 from jax_ep.placement import Placement
@@ -164,7 +164,32 @@ class MoE(nnx.Module):
         Raises:
             ValueError, TypeError: an argument is not as described above.
         """
-        self._layer = Layer.of("flax.MoE", locals())
+        arguments = Arguments(
+            mesh=mesh,
+            axis_name=axis_name,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            num_slots=num_slots,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            capacity_factor=capacity_factor,
+            dispatch_format=dispatch_format,
+            config_options=config_options,
+            router=router,
+            router_bias=router_bias,
+            shared_intermediate_size=shared_intermediate_size,
+            tp_axis_name=tp_axis_name,
+            fsdp_axis_name=fsdp_axis_name,
+            spec=spec,
+            transport=transport,
+            experts=experts,
+            activation=activation,
+            expert_bias=expert_bias,
+            weights_format=weights_format,
+        )
+        self._layer = Layer.made("flax.MoE", arguments)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(
                 f"jax_ep.flax.MoE: rngs must be an nnx.Rngs, got {rngs!r}; make one "

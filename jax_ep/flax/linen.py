@@ -91,6 +91,10 @@ class MoE(nn.Module):
         return self.clone()
 
     @nn.nowrap
+    def _made(self) -> _layer.Layer:
+        return _layer.Layer.made("flax.linen.MoE", _layer.Arguments.of(self))
+
+    @nn.nowrap
     def quantize_weights(
         self,
         params: Mapping[str, Any],
@@ -107,7 +111,7 @@ class MoE(nn.Module):
         Raises:
             ValueError, TypeError: as in `jax_ep.flax.MoE.quantize_weights`.
         """
-        layer = _layer.Layer.of("flax.linen.MoE", vars(self))
+        layer = self._made()
         whole = nn.unbox(params)
         _require_names(whole, ("gate_up", "down"), "quantize_weights", "params")
         return layer.quantize_weights(whole["gate_up"], whole["down"], format, backward)
@@ -150,7 +154,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: the layer has no `weights_format`.
         """
-        layer = _layer.Layer.of("flax.linen.MoE", vars(self))
+        layer = self._made()
         return layer.prepared(nn.unbox(dict(variables)).get("codes", {}))
 
     @overload
@@ -201,7 +205,7 @@ class MoE(nn.Module):
         return_aux: bool = False,
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
         """Applies the layer; see `jax_ep.flax.MoE.__call__`."""
-        layer = _layer.Layer.of("flax.linen.MoE", vars(self))
+        layer = self._made()
         dtype = _layer_params.param_dtype("flax.linen.MoE", self.param_dtype)
         params = {}
         drawn = functools.cache(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._core import formats as table
 from support import format_values, helpers, oracle, quantizer
 from support.quantized import QUANTIZED, TILED, check, config_of, each_format, run
 
@@ -173,9 +174,9 @@ def test_combine_format(weighted: bool, dtype: str) -> None:
 @each_format
 def test_rows_without_a_port(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are decoded by their own format, even if another one has its dtypes."""
-    known = jax_ep.formats._FORMATS
+    known = table._FORMATS
     twin = known[name] | {"name": "twin", "block": 64}
-    monkeypatch.setattr(jax_ep.formats, "_FORMATS", {"twin": twin, **known})
+    monkeypatch.setattr(table, "_FORMATS", {"twin": twin, **known})
     mesh = helpers.make_mesh(helpers.some_ranks(2))
     ep = helpers.make_ep(mesh, helpers.make_config(**config_of(name, dtype="float16")))
     inputs = helpers.make_inputs(np.random.default_rng(12), ep.config, ep.ep_size)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jax_ep
+from jax_ep._experts import of_rows
 from jax_ep.router import Router
 from support import grouped_kernels, helpers, moe_ffn
 
@@ -23,13 +24,13 @@ def test_default_experts(sizes, zero_tail, faked, monkeypatch):
     size, devices = 128, []
     fields = {"hidden_size": size, "dtype": "bfloat16", "zero_tail": zero_tail}
     ep = helpers.make_ep(mesh, moe_ffn.config(**fields))
-    auto = jax_ep.experts.auto
+    apply = of_rows.Auto.apply
 
-    def seen(*args, device):
-        devices.append(device)
-        return auto(*args, device=device)
+    def seen(auto, case, *args):
+        devices.append(case.device)
+        return apply(auto, case, *args)
 
-    monkeypatch.setattr(jax_ep.experts, "auto", seen)
+    monkeypatch.setattr(of_rows.Auto, "apply", seen)
     taken = grouped_kernels.fake(monkeypatch) if faked else None
     rng = np.random.default_rng(4)
     shapes = {"router": (size, 16), "gate_up": (16, size, 2, size)}

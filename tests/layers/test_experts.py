@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts
-from jax_ep._experts import kernels
+from jax_ep._experts import interface, kernels, of_rows, select
 from support import grouped_kernels, helpers
 from support.grouped_kernels import F, H, skip_without_hopper
 
@@ -151,11 +151,6 @@ def test_hopper_names_what_it_lacks(monkeypatch):
     assert found == "GPUs of compute capability 9.0, got NVIDIA B200 10.0"
 
 
-def test_older_names_of_hopper():
-    assert experts.mosaic is experts.hopper
-    assert experts.mosaic_obstacle is experts.hopper_obstacle
-
-
 def test_hopper_says_where_it_does_not_run():
     assert experts.hopper_obstacle(H, 100) is not None
     rows, gate_up, down = operands((1, 1, 1), "bfloat16")
@@ -165,7 +160,9 @@ def test_hopper_says_where_it_does_not_run():
 
 def test_hopper_refuses_float32(monkeypatch):
     grouped_kernels.pretend(monkeypatch)
-    with pytest.raises(ValueError, match=r"^jax_ep.experts.hopper: rows .*got float32"):
+    with pytest.raises(
+        ValueError, match=r"^jax_ep.experts.hopper: must have rows .*got float32"
+    ):
         experts.hopper(*operands((1, 1, 1)), jnp.ones(L, jnp.int32))
 
 
@@ -252,33 +249,34 @@ def test_second_derivatives_on_hopper():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "obstacle", "dense", "wanted"),
+    ("dtype", "obstacle", "wanted"),
     [
-        ("bfloat16", None, True, "hopper"),
-        ("float16", None, True, "hopper"),
-        ("bfloat16", None, False, "ragged_dot"),
-        ("bfloat16", "another GPU", True, "ragged_dot"),
-        ("float32", None, True, "ragged_dot"),
+        ("bfloat16", None, "hopper"),
+        ("float16", None, "hopper"),
+        ("bfloat16", "another GPU", "ragged_dot"),
+        ("float32", None, "ragged_dot"),
     ],
 )
-def test_the_default_is_what_is_fast(dtype, obstacle, dense, wanted, monkeypatch):
+def test_auto_is_the_first_that_runs(dtype, obstacle, wanted, monkeypatch):
     device = jax.devices()[-1]
+    case = interface.Case(device, dtype, H, F)
 
     def obstacle_of(hidden_size, intermediate_size, where):
         assert (hidden_size, intermediate_size, where) == (H, F, device)
         return obstacle
 
-    def is_dense(name, where):
-        assert (name, where) == (dtype, device)
-        return dense
+    def apply(found, given, *_):
+        assert given == case
+        return found.name
 
-    monkeypatch.setattr(experts, "hopper_obstacle", obstacle_of)
-    monkeypatch.setattr(experts, "ragged_dot_is_dense", is_dense)
-    for name, function in (("hopper", "_by_hopper"), ("ragged_dot", "_by_products")):
-        monkeypatch.setattr(experts, function, lambda *_, name=name, **__: name)
+    monkeypatch.setattr(select, "obstacle", obstacle_of)
+    for each in of_rows.IN_ORDER:
+        monkeypatch.setattr(type(each), "apply", apply)
     args = operands((10, 0, 30), dtype)
     found = experts.auto(*args, jnp.ones(L, jnp.int32), device=device)
-    assert found == wanted
+    assert found == wanted == of_rows.first(case).name
+    assert experts.auto.reads_tail(case) == (wanted == "ragged_dot")
+    assert [*of_rows.reasons(case)] == ([] if wanted == "hopper" else ["hopper"])
 
 
 def test_density_is_asked_for_in_a_trace_under_a_mesh():

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import experts
-from jax_ep._experts import select
-from jax_ep._layers import tails
+from jax_ep._experts import interface, select
 from jax_ep._transport import base
 from jax_ep._transport.collective import Collective
 from support import grouped_kernels, helpers
@@ -179,7 +178,6 @@ def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
         pytest.skip("imagines p2p on CPU devices")
     if hopper:
         grouped_kernels.pretend(monkeypatch)
-        monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda *_: True)
     assert (select.device_obstacle() is None) == hopper
     mesh = helpers.make_mesh(2)
     ep = p2p_handle(mesh, **FIELDS | fields)
@@ -223,7 +221,8 @@ def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
         )
 
     found = run()
-    monkeypatch.setattr(tails, "seen", lambda *_: True)
+    kind = type(getattr(experts, name))
+    monkeypatch.setattr(kind, "reads_tail", lambda *_: True)
     for a, b in zip(found, run(), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.isfinite(b).all()
@@ -233,7 +232,12 @@ def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
 
 def test_other_functions_see_them() -> None:
     """Also functions that wrap one of the library's, as they may read the rows."""
-    ep = p2p_handle(helpers.make_mesh(2), **FIELDS)
-    assert tails.seen(ep, lambda *args: experts.fp8(*args), F)
-    assert not tails.seen(ep, experts.fp8, F)
-    assert not tails.seen(ep, functools.partial(experts.fp8, activation=clipped), F)
+    case = interface.Case(jax.devices()[0], "bfloat16", H, F)
+
+    def reads_tail(run: Any) -> bool:
+        return interface.of(run).reads_tail(case)
+
+    assert reads_tail(lambda *args: experts.fp8(*args))
+    assert not reads_tail(experts.fp8)
+    assert not reads_tail(functools.partial(experts.fp8, activation=clipped))
+    assert reads_tail(functools.partial(experts.fp8, down_bias=0))

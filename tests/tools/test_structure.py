@@ -11,11 +11,11 @@ from support import WORKERS
 
 PACKAGE = pathlib.Path(jax_ep.__file__).parent
 
-# Each may import those before it, and modules in the same package. `formats` depends on
-# the core's names and arrays, and configs depend on the formats.
+# Each may import those before it, and modules in the same package.
 ORDER = (
     "_native",
-    "_core formats",
+    "_core",
+    "formats",
     "_peers",
     "_transport",
     "_setup",
@@ -42,15 +42,15 @@ def modules() -> dict[str, pathlib.Path]:
 
 
 def imported(node: ast.AST, known: set[str]) -> Iterator[str]:
-    """What a module imports from jax_ep when it is loaded or run, not for types."""
+    """What a module imports from jax_ep: when it is loaded or run, or for types."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
         if isinstance(child, ast.ImportFrom) and child.module is not None:
             root, _, rest = child.module.partition(".")
             if root != "jax_ep":
                 continue
             for alias in child.names:
+                if alias.name == "_native_cpu":  # compiled
+                    continue
                 name = f"{rest}.{alias.name}".removeprefix(".")
                 yield name if name in known else rest or "__init__"
         else:

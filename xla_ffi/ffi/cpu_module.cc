@@ -96,6 +96,8 @@ NB_MODULE(_native_cpu, m) {
   m.attr("MAX_INDEX") = kMaxIndex;
   m.attr("MAX_HIDDEN") = kMaxHidden;
   m.attr("ROW_ALIGN_BYTES") = kRowAlignBytes;
+  m.attr("FP8_LEAST_AMAX") = BitsFloat(Fp8Block128Format::kLeastAmax);
+  m.attr("FP8_LEAST_AMAX_OF_GRADIENTS") = BitsFloat(Fp8Block128Format::kLeastAmaxOfGradients);
   m.attr("MAX_WINDOW_RANKS") = kMaxWindowRanks;
   m.attr("MAX_WINDOW_HIDDEN") = kMaxWindowHidden;
   m.attr("MAX_ENCODED_HIDDEN") = kMaxEncodedHidden;

@@ -1,0 +1,348 @@
+"""Experts that multiply codes: those of a quantised dispatch with those of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import formats
+from jax_ep._core import batching, calls, errors
+from jax_ep._core.arrays import as_array, cast_remedy
+from jax_ep._core.literals import WEIGHT_FORMATS, Format, WeightFormat
+from jax_ep._core.types import Dispatched
+from jax_ep._experts import fp8 as _fp8
+from jax_ep._experts import operations as _operations
+from jax_ep._experts import orders, select
+from jax_ep._experts import quantized as _quantized
+from jax_ep._experts.activations import Activation
+from jax_ep._experts.interface import Case, Experts
+from jax_ep._experts.quantized import QuantizedWeights
+from jax_ep._ops.dequantize import scales_by_row
+from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
+
+_ROW_FORMATS = ("bf16", "fp8_block128", "fp8_block128_e8m0")
+
+
+class Fp8(Experts):
+    """Applies experts to rows and weights in 8 bits, with gradients for training.
+
+    docs/fp8.md says what is rounded where. In short: rows are e4m3 codes with a scale
+    per 128 elements; those of a quantised dispatch are used as they came. Weights are
+    codes with a scale per 128 x 128 elements. Products are summed in float32, the
+    activation's float32 result is quantised per 128 elements of F, and the results of
+    down are rounded once. Cotangents are quantised likewise. Gradients of the weights
+    are not quantised, and are taken as if the weights had not been, either. Only first
+    derivatives are defined. Weights in "mxfp4" alone are frozen: gradients reach rows,
+    biases and what `activation` closes over, from cotangents that are not quantised.
+    """
+
+    takes_dispatched = True
+    splits_by_group = True
+    quantizes = "fp8_block128"
+    name = "fp8"
+
+    def reads_tail(self, case: Case) -> bool:
+        del case
+        return False
+
+    def multiple_of(self, weights: WeightFormat | None, rows: Format) -> int:
+        plain = weights == "mxfp4" and rows == "bf16"
+        return _quantized.multiple_of("mxfp4" if plain else "fp8_block128")
+
+    @calls.explained(
+        "experts.fp8",
+        "pass the Dispatched itself, which has rows and sizes; with rows and "
+        "group_sizes, as in apply_experts, call jax_ep.experts.auto",
+    )
+    def __call__(
+        self,
+        d: Dispatched,
+        gate_up: jax.Array | QuantizedWeights,
+        down: jax.Array | None,
+        *,
+        quantized: QuantizedWeights | None = None,
+        gate_bias: jax.Array | None = None,
+        up_bias: jax.Array | None = None,
+        down_bias: jax.Array | None = None,
+        activation: Activation | None = None,
+    ) -> jax.Array:
+        """Applies the experts.
+
+        Args:
+            d: the `Dispatched` of one rank, of format "fp8_block128",
+                "fp8_block128_e8m0" or "bf16", whose rows are quantised here unless
+                weights are in "mxfp4".
+            gate_up: `[L, H, 2, F]`, gate first; or a `QuantizedWeights` in place of
+                both matrices, which then get no gradients.
+            down: `[L, F, H]`; None if `gate_up` is a `QuantizedWeights`.
+            quantized: codes of gate_up and down that were made before, so that this
+                call does not quantise them. The products use the codes, and gate_up and
+                down get the gradients.
+            gate_bias: `[L, F]`, or None.
+            up_bias: `[L, F]`, or None.
+            down_bias: `[L, H]`, or None.
+            activation: a function of (gate, up) `[N, F]` in float32; None means
+                `silu(gate) * up`.
+
+        Returns:
+            `[N, H]` in the dtype of the dispatched tokens; rows past the last group are
+            unspecified.
+
+        Raises:
+            TypeError, ValueError: while tracing, if an argument is not as described
+                above, or H or F is not a multiple of 128 (32 for weights in "mxfp4"
+                with rows in "bf16"); in the backward pass, if `d` lacks its
+                `grad_port`.
+        """
+        require_dispatched("experts.fp8", d)
+        require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
+        if d.format not in _ROW_FORMATS:
+            raise errors.invalid(
+                "experts.fp8",
+                f"d must have one of the formats {list(_ROW_FORMATS)}",
+                repr(d.format),
+                "set dispatch_format of the config to one of them, or leave experts "
+                "out",
+                operand="d",
+            )
+        if isinstance(gate_up, QuantizedWeights):
+            if quantized is not None or down is not None:
+                raise errors.invalid(
+                    "experts.fp8",
+                    "down and quantized must be None if gate_up is a QuantizedWeights",
+                    "others",
+                    "leave them out, or pass the masters as gate_up and down",
+                    operand="gate_up",
+                )
+            weights, masters = gate_up, None
+        else:
+            masters = _checked_matrices("experts.fp8", gate_up, down)
+            weights = quantized
+        codes = None if weights is None else _checked_codes("experts.fp8", weights)
+        shapes = codes
+        if masters is not None:
+            shapes = masters[0].shape, masters[1].shape
+            if codes not in (None, shapes):
+                raise errors.invalid(
+                    "experts.fp8",
+                    "quantized must hold the codes of gate_up and down",
+                    f"codes of {codes} for {shapes}",
+                    "quantise these matrices with jax_ep.experts.quantize_weights",
+                    operand="quantized",
+                )
+        assert shapes is not None
+        shape = shapes[0]
+        hidden, inner = shape[1], shape[3]
+        groups = d.group_sizes.shape[0]
+        columns = formats.columns(d.format, hidden)
+        if shape[0] != groups or d.tokens.shape[1] != columns:
+            raise errors.invalid(
+                "experts.fp8",
+                f"gate_up must have the {groups} groups of d and the width of its "
+                f"rows, {d.tokens.shape[1]}",
+                shape,
+                "pass the weights of this rank's experts",
+                operand="gate_up",
+            )
+        name = None if weights is None else weights.format
+        multiple = self.multiple_of(name, d.format)
+        _require_multiple("experts.fp8", hidden, inner, multiple)
+        if weights is None:
+            assert masters is not None
+            weights = quantize_weights(*masters, backward=True)
+        with jax.named_scope("jax_ep.fp8"):
+            if d.format != "bf16":
+                if d.scales is None:
+                    raise errors.invalid(
+                        "experts.fp8",
+                        f"d must have the scales of its format {d.format!r}",
+                        "none",
+                        "keep `scales` and `format` as the dispatch returned them",
+                        operand="d",
+                    )
+                rows = _operations.Rows(d.tokens, scales_by_row(d))
+                port = d.grad_port
+            else:
+                port = d.tokens
+                values = jax.lax.stop_gradient(port)
+                rows = _operations.Rows(values, None)
+                if name != "mxfp4":
+                    rows = _operations.quantized_rows(values)
+            static = _fp8.Static(
+                d.rows_dtype,
+                None,
+                port is not None,
+                None if masters is None else (masters[0].dtype, masters[1].dtype),
+                select.operations(),
+            )
+            biases = _fp8.Biases(gate_bias, up_bias, down_bias)
+            return _fp8.apply(
+                static, port, masters, biases, activation, rows, weights, d.group_sizes
+            )
+
+
+def quantize_weights(
+    gate_up: jax.Array,
+    down: jax.Array,
+    format: WeightFormat = "fp8_block128",
+    backward: bool = False,
+) -> QuantizedWeights:
+    """Returns experts' weights as codes and scales, for `fp8` and `moe_ffn`.
+
+    In training, quantise once per step and use the codes in every microbatch and every
+    rematerialised layer; for inference, quantise once and for all. The function runs
+    inside and outside `jax.shard_map`, on sharded arrays and under `jit`. It has no
+    derivative: to train the masters, pass them beside the codes. If weights are sharded
+    over a data axis (FSDP), quantise the shards, then gather the codes. A shard must be
+    a multiple of 128 rows (32 for "mxfp4").
+
+    Args:
+        gate_up: `[L, H, 2, F]`, gate first, of a floating dtype of 16 bits or more.
+        down: `[L, F, H]`.
+        format: "fp8_block128", e4m3 with a float32 scale per 128 x 128 elements of each
+            matrix; or "mxfp4", e2m1 with a power of two as the scale of 32 elements
+            along the contracted dimension, for inference and for training what is
+            around frozen experts. docs/formats.md has the rules.
+        backward: whether gradients will be taken with these codes. If so, the result
+            also holds what kernels need for that beyond the codes, if anything.
+
+    Returns:
+        The codes and scales.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described above, or H or F is not a
+            multiple of 128 (32 for "mxfp4").
+    """
+    function = "experts.quantize_weights"
+    if not errors.is_one_of(format, WEIGHT_FORMATS):
+        raise errors.invalid(
+            function,
+            f"format must be one of {list(WEIGHT_FORMATS)}",
+            errors.brief(format),
+            "docs/fp8.md describes them",
+            operand="format",
+        )
+    given = _checked_matrices(function, gate_up, down)
+    _, hidden, _, inner = given[0].shape
+    _require_multiple(function, hidden, inner, _quantized.multiple_of(format))
+
+    def run(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
+        compute = select.operations()
+        return compute.quantize_weights(gate_up, down, format, backward)
+
+    with jax.named_scope("jax_ep.quantize_weights"):
+        return batching.in_turn(run)(*map(jax.lax.stop_gradient, given))
+
+
+def prepare(weights: QuantizedWeights) -> QuantizedWeights:
+    """Adds to the codes of a checkpoint what this process's GPU kernels read.
+
+    The results of `quantize_weights` have it already, except for float64 weights. Codes
+    without it work as well, but then every call makes it again, in a pass over all
+    codes, so prepare them once.
+    Only Hopper GPUs need anything added. `QuantizedWeights.canonical` is the inverse.
+
+    Args:
+        weights: the weights of one rank's L experts.
+
+    Returns:
+        The same weights.
+
+    Raises:
+        TypeError, ValueError: `weights` is not a `QuantizedWeights` of one layer.
+    """
+    _checked_codes("experts.prepare", weights)
+
+    def run(weights: QuantizedWeights) -> QuantizedWeights:
+        return select.operations().prepare(weights)
+
+    with jax.named_scope("jax_ep.prepare"):
+        return batching.in_turn(run)(weights)
+
+
+def _checked_matrices(
+    function: str, gate_up: Any, down: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays; raises unless they are [L, H, 2, F] and [L, F, H]."""
+    first = as_array(function, "gate_up", gate_up)
+    second = as_array(function, "down", down)
+    for name, matrix in (("gate_up", first), ("down", second)):
+        dtype = matrix.dtype
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+            raise errors.invalid(
+                function,
+                f"{name} must have a floating dtype of 16 bits or more",
+                dtype,
+                "pass the masters, or all codes as one QuantizedWeights",
+                operand=name,
+                kind=TypeError,
+            )
+    shape = first.shape
+    if (
+        len(shape) != 4
+        or shape[2] != 2
+        or second.shape != (shape[0], shape[3], shape[1])
+    ):
+        raise errors.invalid(
+            function,
+            "gate_up and down must be [L, H, 2, F] and [L, F, H]",
+            f"{shape} and {second.shape}",
+            orders.remedy(shape, second.shape)
+            or "stack gate and up along a dimension of their own, gate first",
+            operand="gate_up",
+        )
+    return first, second
+
+
+def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of gate_up and down; raises unless the codes make up both."""
+    errors.require_type(
+        function,
+        "quantized",
+        weights,
+        QuantizedWeights,
+        "a QuantizedWeights",
+        "make it with jax_ep.experts.quantize_weights",
+    )
+    shapes = weights.shapes
+    if [len(shape) for shape in shapes] != [4, 3] or shapes[0][2] != 2:
+        raise errors.invalid(
+            function,
+            "a QuantizedWeights must hold codes of [L, H, 2, F] and [L, F, H]",
+            f"those of {shapes[0]} and {shapes[1]}",
+            "pass one layer of a stack, as a scan over it does",
+            operand="quantized",
+        )
+    wanted = _quantized.layout(weights.format, *shapes)
+    turned = _quantized.turned_layout(weights.format, *shapes)
+    for name in _quantized.TURNED:
+        if getattr(weights, name) is not None:
+            # None exist for sizes that the kernels do not support: fail on any.
+            wanted[name] = turned.get(name, (jnp.uint8, ()))
+    for name, (dtype, shape) in wanted.items():
+        array = as_array(function, name, getattr(weights, name))
+        if array.dtype != dtype or array.shape != shape:
+            raise errors.invalid(
+                function,
+                f"{name} of a QuantizedWeights in {weights.format!r} must be "
+                f"{jnp.dtype(dtype)} {shape}",
+                f"{array.dtype} {array.shape}",
+                (array.shape == shape and cast_remedy(name, array.dtype, dtype))
+                or "pass arrays of one jax_ep.experts.quantize_weights, all sharded "
+                "alike",
+                operand=name,
+            )
+    return shapes
+
+
+def _require_multiple(function: str, hidden: int, inner: int, multiple: int) -> None:
+    if hidden % multiple or inner % multiple or not hidden or not inner:
+        raise errors.invalid(
+            function,
+            f"H and F (per shard) must be positive multiples of {multiple}",
+            f"H = {hidden} and F = {inner}",
+            "pad the weights with zeros, split them over fewer ranks, or use "
+            "jax_ep.experts.auto",
+        )

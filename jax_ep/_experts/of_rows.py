@@ -1,0 +1,439 @@
+"""Experts on rows: SwiGLU, or another activation, between two grouped matmuls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._core import calls, checks, errors
+from jax_ep._core.arrays import as_array
+from jax_ep._core.types import Dispatched
+from jax_ep._experts import (
+    activations,
+    biases,
+    grouped,
+    operations,
+    orders,
+    select,
+    swiglu,
+)
+from jax_ep._experts.activations import Activation
+from jax_ep._experts.interface import Case, Experts
+from jax_ep._experts.quantized import QuantizedWeights
+from jax_ep._ops.expert_of_row import group_of_row
+
+_ITEMSIZE = 2  # of the dtypes that `hopper` takes
+
+# For who calls them as `jax_ep.experts.fp8` is called.
+_OF_ROWS = (
+    "pass d.tokens, or jax_ep.dequantize(d), and d.group_sizes; only "
+    "jax_ep.experts.fp8 takes a whole d"
+)
+
+
+class Operands(NamedTuple):
+    """The rows `[N, H]`, the matrices in any floating dtype, and the group sizes."""
+
+    rows: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    group_sizes: jax.Array
+
+
+class Options(NamedTuple):
+    """The optional keywords of experts, and their effect on rows."""
+
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    activation: Activation | None = None
+
+    @property
+    def between(self) -> bool:
+        """Whether there is more than SwiGLU between the products."""
+        given = self.activation, self.gate_bias, self.up_bias
+        return any(each is not None for each in given)
+
+    def inner(
+        self,
+        both: jax.Array,
+        group_sizes: jax.Array,
+        real: jax.Array,
+        how: grouped.How,
+    ) -> jax.Array:
+        """Returns the left operand of `down`, from gate and up side by side.
+
+        Args:
+            both: `[N, 2 * F]`.
+            group_sizes: int32 `[L]`.
+            real: bool `[N]`, False for rows that hold no token.
+            how: what sums the gradients of biases.
+        """
+        if self.gate_bias is not None or self.up_bias is not None:
+            shape = group_sizes.shape[0], both.shape[1] // 2
+            bias = _joined_biases(self.gate_bias, self.up_bias, shape)
+            both = biases.add(both, bias, group_sizes, how)
+        gate, up = jnp.split(both, 2, axis=-1)
+        if self.activation is None:
+            return jax.nn.silu(gate) * up
+        return activations.apply(self.activation, gate, up, real)
+
+    def outer(
+        self, rows: jax.Array, group_sizes: jax.Array, how: grouped.How
+    ) -> jax.Array:
+        """Returns the result of the experts, from the product with `down`."""
+        if self.down_bias is None:
+            return rows
+        return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, how)
+
+
+def _joined_biases(
+    gate: jax.Array | None, up: jax.Array | None, shape: tuple[int, int]
+) -> jax.Array:
+    """Joins biases `[L, F]`, zeros for a missing one, so that one pass sums gradients.
+
+    The result is float32 at least: the gradients are rounded once, to each one's dtype.
+    """
+    sides = [
+        jnp.zeros(shape, jnp.float32) if side is None else jnp.asarray(side)
+        for side in (gate, up)
+    ]
+    wide = jnp.result_type(*sides, jnp.float32)
+    return jnp.concatenate([side.astype(wide) for side in sides], 1)
+
+
+class OfRows(Experts):
+    """Experts on rows `[N, H]`, in the dtype of the rows.
+
+    Attributes:
+        kinds: the dtypes that rows may have, in words.
+    """
+
+    kinds: str = "bfloat16, float16 or float32"
+    splits_by_group = True
+
+    @calls.explained(lambda self: f"experts.{self.name}", _OF_ROWS)
+    def __call__(
+        self,
+        rows: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        gate_bias: jax.Array | None = None,
+        up_bias: jax.Array | None = None,
+        down_bias: jax.Array | None = None,
+        activation: Activation | None = None,
+        device: Any = None,
+    ) -> jax.Array:
+        """Applies the experts.
+
+        Args:
+            rows: `[N, H]`, grouped by expert. Rows past the last group may hold
+                anything.
+            gate_up: `[L, H, 2, F]`, gate first.
+            down: `[L, F, H]`.
+            group_sizes: int32 `[L]`, rows of each group.
+            gate_bias: `[L, F]`, or None.
+            up_bias: `[L, F]`, or None.
+            down_bias: `[L, H]`, or None.
+            activation: a function of (gate, up) `[N, F]`; None means
+                `silu(gate) * up`.
+            device: the `jax.Device` to run on; None means this process's first.
+
+        Returns:
+            `[N, H]` in the dtype of the rows. Rows past the last group are unspecified.
+
+        Raises:
+            ValueError, TypeError: while tracing, if shapes are not as described above,
+                if the rows do not have a floating dtype of 16 bits or more, for example
+                because they are the codes of a quantised dispatch, or if these experts
+                cannot run here.
+        """
+        function = f"experts.{self.name}"
+        _require_operands(function, self.kinds, rows, gate_up, down, group_sizes)
+        device = device or jax.local_devices()[0]
+        case = Case(device, rows.dtype.name, rows.shape[1], down.shape[1])
+        obstacle = self.obstacle(case)
+        if obstacle is not None:
+            raise ValueError(
+                f"jax_ep.{function}: must have {obstacle}; use "
+                "jax_ep.experts.Padded or leave experts out"
+            )
+        options = Options(gate_bias, up_bias, down_bias, activation)
+        operands = Operands(rows, gate_up, down, group_sizes)
+        return self.apply(case, operands, options)
+
+    def on(self, device: Any) -> Any:
+        """Returns a partial with this device."""
+        return functools.partial(self, device=device)
+
+    def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        """Applies the experts, as two products, to operands that have been checked."""
+        how = self.how(case)
+        rows, gate_up, down, group_sizes = given
+        gate_up, down = _wide(rows, gate_up, down)
+        both = grouped.matmul(rows, gate_up, group_sizes, how)
+        real = operations.real_rows(group_sizes, rows.shape[0])
+        inner = options.inner(both, group_sizes, real, how)
+        out = grouped.matmul(inner, down, group_sizes, how)
+        return options.outer(out, group_sizes, how)
+
+    def how(self, case: Case) -> grouped.How:
+        """Returns what multiplies."""
+        raise NotImplementedError
+
+
+class RaggedDot(OfRows):
+    """Experts by `jax.lax.ragged_dot`, on any device and for any sizes.
+
+    If XLA has no grouped matmul for a GPU, it multiplies every row by the matrices of
+    all local experts, which is L times the arithmetic; `ragged_dot_is_dense` says
+    whether it does. On CPUs it is a loop over tiles of rows, each of one group.
+    """
+
+    name = "ragged_dot"
+
+    def how(self, case: Case) -> grouped.How:
+        return grouped.everywhere(device=case.device)
+
+
+class Hopper(OfRows):
+    """Experts by grouped matmuls for Hopper GPUs, in bfloat16 and float16.
+
+    Without `activation` and without biases of gate and up, SwiGLU and its derivative
+    are part of the matmuls. Derivatives of any order work. `hopper_obstacle` says why
+    they do not run.
+    """
+
+    name = "hopper"
+    kinds = "bfloat16 or float16"
+
+    def obstacle(self, case: Case) -> str | None:
+        if jnp.dtype(case.dtype).itemsize != _ITEMSIZE:
+            return f"rows in {self.kinds}, got {case.dtype}"
+        return select.obstacle(case.hidden_size, case.intermediate_size, case.device)
+
+    def reads_tail(self, case: Case) -> bool:
+        del case
+        return False
+
+    def how(self, case: Case) -> grouped.How:
+        del case
+        return grouped.Hopper()
+
+    def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        if options.between:
+            return super().apply(case, given, options)
+        out = swiglu.apply(*given)
+        return options.outer(out, given.group_sizes, self.how(case))
+
+
+class Auto(OfRows):
+    """`hopper` where it runs, else `ragged_dot`."""
+
+    name = "auto"
+
+    def reads_tail(self, case: Case) -> bool:
+        return first(case).reads_tail(case)
+
+    def how(self, case: Case) -> grouped.How:
+        return first(case).how(case)
+
+    def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        return first(case).apply(case, given, options)
+
+
+IN_ORDER: tuple[OfRows, ...] = (Hopper(), RaggedDot())
+
+
+def first(case: Case) -> OfRows:
+    """Returns the first implementation that runs; the last one always does."""
+    return next(each for each in IN_ORDER if each.obstacle(case) is None)
+
+
+def reasons(case: Case) -> dict[str, str]:
+    """Returns why implementations before `first` do not run, by name."""
+    found = {}
+    for each in IN_ORDER:
+        obstacle = each.obstacle(case)
+        if obstacle is None:
+            break
+        found[each.name] = obstacle
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded(OfRows):
+    """Pads every group to `largest` rows and applies experts with batched matmuls.
+
+    Arithmetic and memory are those of `L * largest` rows, whatever the routing. Rows of
+    a group beyond `largest` are dropped: their results are zeros without gradients.
+    Compare `largest` with `aux.expert_counts.max()`; with a fused shared expert, group
+    0 has all n tokens of the rank.
+
+    Attributes:
+        largest: the most rows that a group may have; multiples of 128 suit GPUs.
+
+    Raises:
+        ValueError: `largest` is not a positive int.
+    """
+
+    largest: int
+
+    def __post_init__(self) -> None:
+        """Checks `largest`."""
+        if type(self.largest) is not int or self.largest < 1:
+            raise ValueError(
+                "jax_ep.experts.Padded: largest must be a positive int, got "
+                f"{errors.brief(self.largest)}; start with 1.25 * T * K * R / E, "
+                "rounded up"
+            )
+
+    name = "Padded"
+
+    def __repr__(self) -> str:
+        """The expression that makes it."""
+        return f"jax_ep.experts.Padded(largest={self.largest})"
+
+    def how(self, case: Case) -> grouped.How:
+        return grouped.everywhere(device=case.device)
+
+    def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        rows, gate_up, down, group_sizes = given
+        groups, hidden = gate_up.shape[:2]
+        gate_up, down = _wide(rows, gate_up, down)
+        row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)
+        padded = _gather(rows, row, at, kept)
+        padded = jnp.where(filled[:, None], padded, 0)
+        padded = padded.reshape(groups, self.largest, hidden)
+        even = jnp.full(groups, self.largest, jnp.int32)
+        how = self.how(case)
+        both = jnp.einsum("lnh,lhf->lnf", padded, gate_up)
+        inner = options.inner(both.reshape(-1, both.shape[-1]), even, filled, how)
+        # Places without a row hold what an activation made of another expert's row.
+        inner = jnp.where(filled[:, None], inner, 0)
+        inner = inner.reshape(groups, self.largest, -1)
+        out = jnp.einsum("lnf,lfh->lnh", inner, down).reshape(-1, hidden)
+        out = options.outer(out, even, how)
+        return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
+
+
+def _require_operands(
+    function: str,
+    kinds: str,
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+) -> None:
+    if isinstance(rows, Dispatched):
+        raise errors.invalid(
+            function,
+            "rows must be an array",
+            "a whole Dispatched",
+            _OF_ROWS,
+            operand="rows",
+            kind=TypeError,
+        )
+    if isinstance(gate_up, QuantizedWeights):
+        raise errors.invalid(
+            function,
+            "gate_up must be an array",
+            "a QuantizedWeights",
+            "pass experts=jax_ep.experts.fp8, which multiplies codes",
+            operand="gate_up",
+            kind=TypeError,
+        )
+    for name, value in (
+        ("rows", rows),
+        ("gate_up", gate_up),
+        ("down", down),
+        ("group_sizes", group_sizes),
+    ):
+        as_array(function, name, value)
+    dtype = rows.dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
+        codes = checks.is_codes(dtype)
+        raise errors.invalid(
+            function,
+            f"rows must be {kinds}",
+            dtype,
+            checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens",
+            operand="rows",
+            kind=TypeError,
+        )
+    checks.require_dtype(function, "group_sizes", group_sizes, "int32")
+    errors.require(
+        rows.ndim == 2 and group_sizes.ndim == 1,
+        function,
+        "rows and group_sizes must be [N, H] and [L]",
+        f"{rows.shape} and {group_sizes.shape}",
+        "pass those of the dispatch",
+    )
+    groups, hidden, inner = group_sizes.shape[0], rows.shape[1], down.shape[1:2]
+    wanted = (groups, hidden, 2, *inner), (groups, *inner, hidden)
+    errors.require(
+        (gate_up.shape, down.shape) == wanted,
+        function,
+        f"gate_up and down must be [L, H, 2, F] and [L, F, H] with L = {groups}, the "
+        f"length of group_sizes, and H = {hidden}",
+        f"{gate_up.shape} and {down.shape}",
+        orders.remedy(gate_up.shape, down.shape, hidden)
+        or "pass the matrices of this rank's experts in this order, gate first",
+    )
+
+
+def _wide(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the matrices in the dtype of rows, with gate and up side by side."""
+    gate_up = gate_up.astype(rows.dtype)
+    return gate_up.reshape(*gate_up.shape[:2], -1), down.astype(rows.dtype)
+
+
+def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array, ...]:
+    """Maps padded places to rows and back.
+
+    Returns:
+        For each padded place its row, and whether it has one; for each row its padded
+        place, and whether it has one.
+    """
+    ends = jnp.cumsum(group_sizes)
+    starts = ends - group_sizes
+    place = jnp.arange(largest, dtype=jnp.int32)
+    row = jnp.minimum(starts[:, None] + place[None, :], count - 1)
+    filled = place[None, :] < group_sizes[:, None]
+    index = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.minimum(group_of_row(ends, count), group_sizes.size - 1)
+    within = index - starts[group]
+    at = group * largest + jnp.clip(within, 0, largest - 1)
+    kept = (within < largest) & (index < ends[-1])
+    return row.reshape(-1), filled.reshape(-1), at, kept
+
+
+@jax.custom_vjp
+def _gather(x: jax.Array, at: jax.Array, back: jax.Array, kept: jax.Array) -> jax.Array:
+    """Returns `x[at]`, with a derivative that is a gather, too.
+
+    Row i of x occurs in the result at `back[i]` alone if `kept[i]`, and else nowhere,
+    so no scatter of rows is needed, which would be slow on GPUs.
+    """
+    del back, kept
+    return x[at]
+
+
+def _gather_forward(x: Any, at: Any, back: Any, kept: Any) -> Any:
+    return x[at], (back, kept)
+
+
+def _gather_backward(saved: Any, cotangent: Any) -> Any:
+    back, kept = saved
+    return jnp.where(kept[:, None], cotangent[back], 0), None, None, None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
