@@ -6,7 +6,6 @@ HOST_ONLY = (
     "bench_records",
     *("benchmark_clocks", "benchmark_fuzz", "benchmark_layer_report"),
     *("benchmark_nodes", "benchmark_overlap_report", "benchmark_report"),
-    "claims",
     "compatibility",
     "default_run",
     "demo",
