@@ -1,8 +1,7 @@
 """Rewrites the generated parts of README.md and of docs; --check compares.
 
-The tables of the wire and of formats come from the native module, those of the scaling
-model from scale_model.py. The others come from the newest file of each kind in
-benchmarks/results (for test suites: of each transport and number of devices), and
+The tables of the wire and of formats come from the native module. The others come from
+the newest file of each kind in benchmarks/results (for test suites: of each transport and number of devices), and
 docs/p2p.svg from the newest file of p2p.py. Drawing it needs matplotlib, checking that
 it shows the newest file does not. diagrams.py draws the other pictures.
 """
@@ -24,7 +23,6 @@ import layer_tables
 import matmul_tables
 import performance_tables
 import reliability_table
-import scale_model
 import suite_table
 
 from benchmarks.calls import format_errors
@@ -37,8 +35,6 @@ README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 TEST_RECORDS = ROOT / "docs" / "test_records.md"
 GPU_LIMITS = ROOT / "docs" / "gpu_limits.md"
-SCALE = ROOT / "docs" / "scale.md"
-SCALE_TABLES = ROOT / "docs" / "scale_tables.md"
 
 
 def table(header, rows):
@@ -216,8 +212,6 @@ def main():
         (BENCHMARKS, "halves", from_newest("options", performance_tables.halves)),
         (BENCHMARKS, "options", from_newest("options", performance_tables.options)),
         (GPU_LIMITS, "waits", from_newest("waits", performance_tables.waits)),
-        (SCALE, "steps", scale_model.steps(4096, table)),
-        *((SCALE_TABLES, *part) for part in scale_model.parts(table).items()),
     ):
         old = path.read_text()
         new = fill(old, name, body)

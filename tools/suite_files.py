@@ -23,7 +23,6 @@ HOST_ONLY = (
     "readme",
     "release",
     "rendezvous",
-    "scale",
     "structure",
     *("suite_record", "suite_resume"),
     "tables",
