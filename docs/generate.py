@@ -1,9 +1,9 @@
 """Rewrites the generated parts of README.md and of docs; --check compares.
 
 The tables of the wire and of formats come from the native module. The others come from
-the newest file of each kind in benchmarks/results (for test suites: of each transport and number of devices), and
-docs/p2p.svg from the newest file of p2p.py. Drawing it needs matplotlib, checking that
-it shows the newest file does not. diagrams.py draws the other pictures.
+the newest file of each kind in benchmarks/results, and docs/p2p.svg from the newest
+file of p2p.py. Drawing it needs matplotlib, checking that it shows the newest file does
+not. diagrams.py draws the other pictures.
 """
 
 import json
@@ -22,8 +22,6 @@ import layer_bars
 import layer_tables
 import matmul_tables
 import performance_tables
-import reliability_table
-import suite_table
 
 from benchmarks.calls import format_errors
 from jax_ep._cli.bench import draw
@@ -33,7 +31,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-TEST_RECORDS = ROOT / "docs" / "test_records.md"
 GPU_LIMITS = ROOT / "docs" / "gpu_limits.md"
 
 
@@ -136,10 +133,6 @@ def two_gpus(data, table):
     return "\n\n".join(part(data, table) for part in shown)
 
 
-def suites():
-    return suite_table.on_gpus(records, table)
-
-
 def other_calls():
     found = [(newest(prefix, count), part) for prefix, count, part in OTHER_CALLS]
     parts = [part(data, table) for data, part in found if data]
@@ -185,10 +178,6 @@ def main():
         (README, "headline", on_the_link(call_tables.headline)),
         (README, "benchmarks", on_the_link(benchmarks)),
         (BENCHMARKS, "two_gpus", from_newest("p2p", two_gpus, 2)),
-        (TEST_RECORDS, "promises", reliability_table.promises(records, table)),
-        (TEST_RECORDS, "suites", suites()),
-        (TEST_RECORDS, "figures", reliability_table.figures(records, table)),
-        (TEST_RECORDS, "soak", from_newest("soak", reliability_table.soak_part)),
         (BENCHMARKS, "ragged_ways", call_tables.ragged_ways()),
         (BENCHMARKS, "targets", targets()),
         (BENCHMARKS, "others", other_calls()),

@@ -31,7 +31,7 @@ from support.parts import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
 
-GPU_LOCK = gpu_lock.of_environment()
+GPU_LOCK = pytest.StashKey[gpu_lock.GpuLock]()
 
 # Changes only the CPU platform, so that a machine with GPUs still uses those.
 # Processes that multiprocess_plugin.py has started have fewer devices each.
@@ -69,6 +69,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if is_bare(config):
         config.option.markexpr = LESS
+    if HAS_GPUS and hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        config.stash[GPU_LOCK] = gpu_lock.of_worker(config.workerinput["workerid"])
 
 
 def pytest_terminal_summary(
@@ -84,16 +86,17 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if GPU_LOCK is not None and session.items:
+    if GPU_LOCK in session.config.stash and session.items:
         gpu_lock.warm_up()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[Any]:
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Holds the lock for a whole test, with the fixtures that it starts or ends."""
-    if GPU_LOCK is None:
+    lock = item.config.stash.get(GPU_LOCK, None)
+    if lock is None:
         return (yield)
-    with GPU_LOCK.hold():
+    with lock.hold():
         return (yield)
 
 

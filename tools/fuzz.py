@@ -1,11 +1,11 @@
-"""Fuzzes the C++ that handles what callers and peers send, and records the run.
+"""Fuzzes the C++ that handles what callers and peers send.
 
     python -m tools.fuzz --minutes 30 [--seed S] [--corpus]
 
 Builds tests/cc with AddressSanitizer, UBSan and coverage, fuzzes each target for its
-share of the time from the corpus in tests/cc/corpus, and writes
-benchmarks/results/fuzz-<date>.json. `--corpus` also replaces the corpus by a small one
-of what was found. Exits 1 if an input failed; the input is kept in the build folder.
+share of the time from the corpus in tests/cc/corpus, and prints what they did.
+`--corpus` also replaces the corpus by a small one of what was found. Exits 1 if an
+input failed; the input is kept in the build folder.
 """
 
 import argparse
@@ -129,7 +129,6 @@ def main(arguments=None):
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--build", type=pathlib.Path)
-    parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
     parser.add_argument("--corpus", action="store_true", help="renew tests/cc/corpus")
     args = parser.parse_args(arguments)
     folder = (args.build or recording.ROOT / "build" / "fuzz").resolve()
@@ -141,22 +140,15 @@ def main(arguments=None):
         fuzz(folder, target, weight * share, args.seed, driver)
         for target, weight in TARGETS.items()
     ]
-    record = {
-        "kind": "fuzz",
-        "commit": commit,
-        "date": recording.date(),
-        "seed": args.seed,
-        "command": f"python -m tools.fuzz --minutes {args.minutes:g} "
-        f"--seed {args.seed}",
-        "engine": driver,
-        "sanitizers": "address,undefined",
-        "executions": sum(target.get("executions", 0) for target in found),
-        "seconds": round(sum(target.get("seconds", 0) for target in found), 1),
-        "cpu_seconds": round(sum(target.get("cpu_seconds", 0) for target in found), 1),
-        "targets": found,
-    }
-    recording.write("fuzz", record, args.folder)
-    if any(target["failed"] for target in found):
+    print(json.dumps(found, indent=1))
+    executions = sum(target.get("executions", 0) for target in found)
+    failed = sum(target["failed"] for target in found)
+    seconds = sum(target.get("seconds", 0) for target in found)
+    print(
+        f"{recording.date()}, {commit[:12]}, seed {args.seed}: {executions} executions "
+        f"in {seconds / 60:.0f} min by {driver}, {failed} targets failed"
+    )
+    if failed:
         return 1
     if args.corpus:
         keep_corpus(folder)

@@ -1,4 +1,11 @@
-"""Runs tests in several processes at once, for record_suite.py.
+"""Runs tests in several processes at once.
+
+    python -m tools.lockstep_run --processes 4 [--one-gpu] [--ranks-per-node 2]
+        [--transport shmem] [--files NAME ...] [pytest arguments]
+
+The processes divide the GPUs among them, or all use the first one with --one-gpu;
+without GPUs each has a CPU device. Each file of SEMANTICS, or of --files, runs in all
+of them together. Exits 1 if a test failed or --limit-s was over.
 
 In each process pytest has the plugin tests/support/multiprocess_plugin.py. If the
 processes part or one dies, the test that they were running has failed, and they are
@@ -7,12 +14,17 @@ started again after it.
 
 from __future__ import annotations
 
+import argparse
+import collections
+import concurrent.futures
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 from benchmarks.common import processes, recording
@@ -204,3 +216,78 @@ def _merged(logs):
         seconds = max(line["seconds"] for line in found)
         tests.append(Test(begun["name"], chosen["outcome"], chosen["message"], seconds))
     return tests, open_test
+
+
+def visible_gpus():
+    """Returns the names of the GPUs, which a process of its own leaves free again."""
+    code = "import jax; print(sum(d.platform == 'gpu' for d in jax.devices()))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    count = int(told.stdout.split()[-1])
+    return processes.visible_gpus(count) if count else []
+
+
+def run_files(args, arguments, folder):
+    """Runs each file in `args.processes` at once; returns whether all were good."""
+    each, environment = "1", {"JAX_PLATFORMS": "cpu"}
+    gpus = visible_gpus()
+    if gpus:
+        count = 1 if args.one_gpu else len(gpus) // args.processes
+        if not count:
+            raise SystemExit(f"{args.processes} processes need a GPU each")
+        each, environment = f"gpu{count}", processes.SHARED_GPUS
+        if args.one_gpu:
+            shared = args.processes * args.jobs
+            environment = environment | processes.one_gpu(gpus[0], shared)
+    environment = environment | {"JAX_EP_TEST_TRANSPORT": args.transport}
+    if args.ranks_per_node:
+        environment |= {"JAX_EP_TEST_RANKS_PER_NODE": str(args.ranks_per_node)}
+    end = time.monotonic() + args.limit_s
+
+    def one(name):
+        words = [str(file_of(name)), *arguments]
+        place = folder / name
+        found = run(words, args.processes, each, place, end, environment)
+        for test in found.tests:
+            if test.outcome == "failed":
+                print(f"{test.name} failed: {test.message}", flush=True)
+        if not found.complete:
+            print(f"{name} did not come to its end\n{found.log}", flush=True)
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        every = list(pool.map(one, args.files))
+    counts = collections.Counter(test.outcome for each in every for test in each.tests)
+    ended = sum(each.complete for each in every)
+    print(
+        f"{args.transport} in {args.processes} processes on {each}: "
+        f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} "
+        f"skipped; {ended} of {len(every)} files came to their end"
+    )
+    return all(each.good for each in every)
+
+
+def parse(given):
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="other arguments go to pytest",
+    )
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--one-gpu", action="store_true", help="for all processes")
+    parser.add_argument("--ranks-per-node", type=int, help="forced nodes of shmem")
+    parser.add_argument("--transport", default="p2p")
+    parser.add_argument("--files", nargs="+", default=SEMANTICS)
+    parser.add_argument("--jobs", type=int, default=4, help="files at a time")
+    parser.add_argument("--limit-s", type=float, default=3600, help="for all of it")
+    return parser.parse_known_args(given)
+
+
+def main(given=None):
+    args, arguments = parse(given)
+    with tempfile.TemporaryDirectory() as folder:
+        return 0 if run_files(args, arguments, pathlib.Path(folder)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Records everything that is recorded on GPUs, on all GPUs of this machine: all steps one after the
-# other, or those given. Each ends within about LIMIT_S seconds (default 550) and writes its records to
-# benchmarks/results, from which docs/generate.py makes the tables.
+# Runs all tests and benchmarks on all GPUs of this machine: all steps one after the other, or those
+# given. Each ends within about LIMIT_S seconds (default 550). Benchmarks write their records to
+# benchmarks/results, from which docs/generate.py makes the tables; tests and soaks end with the figures
+# for docs/test_records.md.
 #
 #   tools/record_gpu.sh [step]...
 #
@@ -19,17 +20,13 @@ gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l)
 # Otherwise one process takes most of each GPU, and those that a step starts find too little memory.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 
-counts=()
-for count in 4 2 1; do
-  [ "$count" -gt "$gpus" ] || counts+=("$count")
-done
 processes=(--processes "$gpus")
 [ "$gpus" -gt 1 ] || processes=(--processes 4 --one-gpu)
 formats=(bf16 fp8_block128 mxfp8 mxfp4 nvfp4)
 
 run() {
   local started=$SECONDS
-  timeout --kill-after=10 "$((limit + 30))" "$@"
+  timeout --signal=INT --kill-after=10 "$((limit + 30))" "$@"
   local status=$?
   echo "== $step: ended with $status after $((SECONDS - started)) s: $*"
   [ "$status" = 0 ] || failed+=("$step")
@@ -55,14 +52,16 @@ for step in "${steps[@]}"; do
         --only p2p --routing uniform --tokens 4096 128 1024 1 --budget "$limit"
       ;;
     suite)
-      run "$python" -m tools.record_suite --gpus "${counts[@]}" \
-        --jobs "$((($(nproc) + 1) / 2))" --limit-s "$limit"
+      for transport in p2p collective; do
+        JAX_EP_TEST_TRANSPORT=$transport run "$python" -m pytest tests -m "not exclusive" --dist worksteal \
+          -n "$((($(nproc) + 1) / 2))"
+        JAX_EP_TEST_TRANSPORT=$transport run "$python" -m pytest tests -m exclusive
+      done
       ;;
     processes)
-      run "$python" -m tools.record_suite "${processes[@]}" --transports p2p collective \
+      run "$python" -m tools.lockstep_run "${processes[@]}" --limit-s "$((limit / 2))"
+      run "$python" -m tools.lockstep_run "${processes[@]}" --ranks-per-node 2 --transport shmem \
         --limit-s "$((limit / 2))"
-      run "$python" -m tools.record_suite "${processes[@]}" --ranks-per-node 2 \
-        --transports shmem --limit-s "$((limit / 2))"
       ;;
     process-soak)
       run "$python" -m benchmarks.soak.processes "${processes[@]}" --transport p2p --minutes 4

@@ -16,8 +16,7 @@
 # with helper warps, and no matmuls, whose warps are ordered by mbarriers and __syncwarp. For those,
 # tests/emulator/races.cmake looks for races without a GPU.
 #
-# The last lines are the summary, which is also written to benchmarks/results. Exits 0 if all runs are
-# clean.
+# The last lines are the summary. Exits 0 if all runs are clean.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -151,22 +150,4 @@ mapfile -t summary < <(while read -r name; do cat "$logs/$name.log.summary"; don
 printf '%s\n' "${summary[@]}"
 worst=0
 for line in "${summary[@]}"; do [[ $line == *": clean;"* ]] || worst=1; done
-"$python" - "$two" "${summary[@]}" <<'END'
-import subprocess
-import sys
-
-from benchmarks.common import recording
-
-gpus, *summary = sys.argv[1:]
-query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-record = recording.head(
-    "sanitize",
-    device=names[0] if names else "unknown",
-    count=len(gpus.split(",")),
-    command="tools/sanitize.sh",
-    summary=summary,
-)
-recording.write(recording.of("sanitize", record), record)
-END
 exit "$worst"

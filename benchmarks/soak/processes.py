@@ -7,8 +7,9 @@ Each process has a GPU, or with --one-gpu all share the first one, which runs th
 turn; with --platform cpu each has a CPU device. Only one thread per process launches
 calls, since those of two threads would reach the devices of several processes in
 different orders. Another one compiles and runs programs without calls, unless
---no-compiling is given. Writes benchmarks/results/
-processes-soak-<transport>-<p>proc-[<m>nodes-]<device>x<n>-<date>.json.
+--no-compiling is given. Prints what they found together, and writes
+processes-soak-<transport>-<p>proc-[<m>nodes-]<device>x<n>-<date>.json to --folder if
+that is given.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ launches all from one thread and compiles nothing meanwhile. With only --minutes
 makes as many calls as fit. With --carried the inputs of a launch come from the first
 device, and on several GPUs calls may hang beside the new programs: docs/sharp_bits.md
 says why.
-Writes benchmarks/results/soak-<device>x<n>-<date>.json. Exits 1 on any mismatch, or if
-memory was lost. The same seed repeats a failure.
+Prints what it found, and writes soak-<device>x<n>-<date>.json to --folder if that is
+given. Exits 1 on any mismatch, or if memory was lost. The same seed repeats a failure.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def arguments():
     parser.add_argument(
         "--option-sizes", type=int, nargs="*", default=OPTION_SIZES, help="with options"
     )
-    parser.add_argument("--folder", type=pathlib.Path, default=recording.RESULTS)
+    parser.add_argument("--folder", type=pathlib.Path, help="for a record")
     return parser
 
 
@@ -265,15 +265,16 @@ def soaked(mesh, args, **how):
 
 
 def write(record, name, folder):
-    """Writes and prints a record; returns the exit status."""
-    recording.write(name, record, folder)
-    print({k: v for k, v in record.items() if k not in ("kind", "commit")})
+    """Prints a record, and writes it to a folder; returns the exit status."""
+    if folder is not None:
+        recording.write(name, record, folder)
+    print({k: v for k, v in record.items() if k != "kind"})
     # The NaN of a call that gave up count as mismatches.
     return 1 if record["failures"] or record["error"] else 0
 
 
 def run(args):
-    """Soaks in this process and writes the record; returns the exit status."""
+    """Soaks in this process; returns the exit status."""
     record = soaked(ep_mesh(args.devices), args)
     return write(record, recording.of("soak", record), args.folder)
 

@@ -1,8 +1,8 @@
-"""A lock on each GPU, for processes that run tests on the same GPUs.
+"""A lock for pytest-xdist's workers, which run tests on the same GPUs.
 
 A GPU runs one process at a time, for milliseconds, and a kernel that waits for another
-GPU may use up its time slices. So a process holds a lock on each of its GPUs while it
-runs a test, but not while JAX traces and compiles, which takes most of a test's time.
+GPU may use up its time slices. So a worker holds the lock while it runs a test, but not
+while JAX traces and compiles, which takes most of a test's time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import fcntl
 import os
 import pathlib
 import sys
+import tempfile
 import threading
 from collections.abc import Generator
 
@@ -23,15 +24,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 # JAX reports the start and end of tracing, lowering and compiling under this prefix.
 COMPILING = "/jax/core/compile/"
+# Workers in a group, of which one at a time may use the GPUs. With small groups GPUs
+# switch between kernels that wait for each other. With one large group they idle, since
+# each worker waits behind all others after every compilation.
+SHARE = 5
 
 
 class GpuLock:
-    """One process's lock, for all its threads; `files` has one file per GPU."""
+    """One process's lock on a file, for all its threads."""
 
-    def __init__(self, files: list[pathlib.Path]) -> None:
-        # Sorted, so that no two processes wait for each other.
-        flags = os.O_RDWR | os.O_CREAT
-        self._files = [os.open(file, flags, 0o600) for file in sorted(files)]
+    def __init__(self, file: pathlib.Path) -> None:
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         self._mutex = threading.Lock()
         self._wanted = False
         self._held = False
@@ -41,7 +44,7 @@ class GpuLock:
 
     @contextlib.contextmanager
     def hold(self) -> Generator[None]:
-        """Holds the locks, but not while this process compiles."""
+        """Holds the lock, but not while this process compiles."""
         self._set(wanted=True)
         try:
             yield
@@ -49,14 +52,13 @@ class GpuLock:
             self._set(wanted=False)
 
     def release(self) -> None:
-        """Ends `hold` early: the rest of the test runs without the locks."""
+        """Ends `hold` early: the rest of the test runs without it."""
         self._set(wanted=False)
 
     def close(self) -> None:
         jax.monitoring.unregister_scalar_listener(self._begin)
         jax.monitoring.unregister_event_duration_listener(self._end)
-        for file in self._files:
-            os.close(file)
+        os.close(self._file)
 
     def _begin(self, event: str, *_: object, **__: object) -> None:
         if event.startswith(COMPILING):
@@ -72,8 +74,7 @@ class GpuLock:
             self._compiling += compiling
             hold = self._wanted and self._compiling == 0
             if hold != self._held:
-                for file in self._files:
-                    fcntl.flock(file, fcntl.LOCK_EX if hold else fcntl.LOCK_UN)
+                fcntl.flock(self._file, fcntl.LOCK_EX if hold else fcntl.LOCK_UN)
                 self._held = hold
 
 
@@ -88,18 +89,17 @@ def warm_up() -> jax.Array:
     return total.block_until_ready()
 
 
-def of_environment() -> GpuLock | None:
-    """The lock whose files are in the folder JAX_EP_TEST_GPU_LOCKS; None if not set.
+def of_worker(worker: str) -> GpuLock:
+    """The lock of the worker "gw<i>".
 
     Processes that a test starts take no lock: they may wait for each other, and what
     some of them measure must not include a wait for a lock. The test either keeps its
     own lock for them, with `for_processes`, or gives it up when it starts them.
     """
-    folder = os.environ.pop("JAX_EP_TEST_GPU_LOCKS", None)
-    if folder is None:
-        return None
-    gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    lock = GpuLock([pathlib.Path(folder, f"gpu{gpu}") for gpu in gpus])
+    group = int(worker.removeprefix("gw")) // SHARE
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    name = f"jax_ep-tests-{os.getuid()}-gpus-{gpus}-{group}"
+    lock = GpuLock(pathlib.Path(tempfile.gettempdir(), name))
 
     def release(event: str, _: object) -> None:
         if event == "subprocess.Popen" and not _KEPT.get():

@@ -1,4 +1,4 @@
-"""A pytest plugin to run fewer tests: --part I/N, for record_suite.py, and by drawing.
+"""A pytest plugin to run fewer tests, by drawing.
 
 --percent draws test functions, and --cases draws cases of those that are left.
 """
@@ -13,7 +13,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", help="I/N: every N-th test, from number I on")
     parser.addoption(
         "--cases",
         type=int,
@@ -72,9 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
             for case in drawn(name, cases, most, seed)
         }
         kept = [item for item in kept if item in chosen]
-    if part := config.getoption("--part"):
-        first, parts = map(int, part.split("/"))
-        kept = kept[first::parts]
     if len(kept) < len(items):
         left = set(kept)
         config.hook.pytest_deselected(items=[i for i in items if i not in left])

@@ -2,76 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import generate
 import layer_tables
 import matmul_tables
 import pytest
-from reliability_table import soak_part
-
-
-def suite(date: str, count: int, passed: int, **changes):
-    return {
-        "devices": {"kind": "made up", "count": count, "jax": "9.9"},
-        "date": date,
-        "commit": "0123456789abcdef",
-        "passed": passed,
-        "failed": [],
-        "skipped": {"no such thing": 2, "nor that": 3},
-    } | changes
-
-
-def soak(**changes):
-    return {
-        "device": "made up",
-        "count": 4,
-        "transport": "p2p",
-        "jax": "9.9",
-        "date": "2001-02-03",
-        "commit": "0123456789abcdef",
-        "seed": 7,
-        "calls": 1200,
-        "seconds": 61.4,
-        "rows": 5000,
-        "dropped": 60,
-        "checks": 900,
-        "failures": {},
-        "error": None,
-        "free_memory_start": 2**30 + 2**20,
-        "free_memory_end": 2**30,
-    } | changes
-
-
-def test_newest_suite_of_every_transport_and_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    for name, record in {
-        # The first records have no transport in their names, and sort after later ones.
-        "suite-zx4-2001-01-01": suite("2001-01-01", 4, 1),
-        "suite-collective-ax4-2001-01-02": suite("2001-01-02", 4, 2),
-        "suite-p2p-ax4-2001-01-03": suite("2001-01-03", 4, 3, transport="p2p"),
-        "suite-p2p-ax2-2001-01-01": suite("2001-01-01", 2, 4, transport="p2p"),
-        "suite-p2p-ax4-2000-12-31": suite("2000-12-31", 4, 5, transport="p2p"),
-    }.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    lines = generate.suites().splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if "made up" in line]
-    assert [row[:5] for row in rows] == [
-        ["4 x made up", "`p2p`", "3", "0", "5"],
-        ["2 x made up", "`p2p`", "4", "0", "5"],
-        ["4 x made up", "`collective`", "2", "0", "5"],
-    ]
-
-
-def test_suite_of_some_files_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    arguments = ["--files", "dispatch", "mesh", "--one-gpu"]
-    record = suite("2001-01-01", 1, 3, transport="p2p", processes=2)
-    (tmp_path / "suite-p2p-2001-01-01.json").write_text(
-        json.dumps(record | {"arguments": arguments})
-    )
-    (row,) = (line for line in generate.suites().splitlines() if "made up" in line)
-    assert "2 processes sharing the GPU, only dispatch and mesh" in row
 
 
 def grouped(name="hopper", **changes):
@@ -240,23 +174,4 @@ def test_curves_of_training_must_be_the_same():
 
 def test_no_records_no_text(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    assert generate.suites() == ""
     assert generate.on_the_link(generate.benchmarks) == "No run is recorded yet."
-
-
-def test_soak_says_what_went_wrong():
-    good = soak_part(soak())
-    assert "p2p, 4 x made up" in good
-    assert "1200 calls in 61 s" in good
-    assert "900 checks of results, 0 failed" in good
-    assert "1.0 MiB less" in good
-    assert "error" not in good
-    bad = soak_part(soak(failures={"y": 2, "tokens": 3}, error="timed out"))
-    assert "5 failed" in bad
-    assert "timed out" in bad
-
-
-@pytest.mark.parametrize("count", [1, 8])
-def test_soak_of_cpus_has_no_memory(count: int):
-    text = soak_part(soak(count=count, free_memory_start=None))
-    assert "MiB" not in text

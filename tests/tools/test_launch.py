@@ -7,13 +7,11 @@ import pathlib
 import socket
 import subprocess
 import sys
-import types
-from typing import Any, cast
 
 import pytest
 
 from benchmarks.common import processes as ports
-from support import ROOT, gpu_processes, parts, worker_process
+from support import ROOT, gpu_processes, worker_process
 from support.launch import run_to_end
 
 
@@ -103,20 +101,3 @@ def test_job_of_one_process_per_host(tmp_path) -> None:
     assert float(fraction) < 1
     assert words[-3:] == ["python", "train.py", "--steps=3"]
     assert all(word.startswith("--") for word in words[:-3])
-
-
-def test_parts_have_every_test_once() -> None:
-    """The parts in which record_suite.py runs long files have every test once."""
-    dropped: list = []
-    hook = types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
-
-    def part(name: str | None) -> list:
-        config = types.SimpleNamespace(hook=hook, getoption={"--part": name}.get)
-        items = list(range(7))
-        parts.pytest_collection_modifyitems(cast("Any", config), items)
-        return items
-
-    assert part(None) == list(range(7))
-    assert not dropped
-    assert sorted(part("0/3") + part("1/3") + part("2/3")) == list(range(7))
-    assert len(dropped) == 2 * 7

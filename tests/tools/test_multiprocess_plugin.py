@@ -104,3 +104,25 @@ def test_no_process_is_left_behind(tmp_path: pathlib.Path, monkeypatch) -> None:
 def test_semantics_are_files() -> None:
     for name in lockstep_run.SEMANTICS:
         assert lockstep_run.file_of(name).exists()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_every_file_runs(failed: bool, monkeypatch, capsys) -> None:
+    ran = []
+
+    def run(arguments, count, devices, folder, deadline, environment):
+        ran.append((pathlib.Path(arguments[0]).name, *arguments[1:]))
+        assert (count, devices) == (2, "1")
+        assert environment["JAX_EP_TEST_TRANSPORT"] == "collective"
+        end = "failed" if failed and "mesh" in arguments[0] else "passed"
+        tests = [lockstep_run.Test("a", end, "why"), lockstep_run.Test("b", "skipped")]
+        return lockstep_run.Run(tests, complete=True)
+
+    monkeypatch.setattr(lockstep_run, "run", run)
+    monkeypatch.setattr(lockstep_run, "visible_gpus", list)
+    words = "--processes 2 --transport collective --jobs 1 --files mesh vjp -k a"
+    assert lockstep_run.main(words.split()) == int(failed)
+    assert ran == [("test_mesh.py", "-k", "a"), ("test_vjp.py", "-k", "a")]
+    said = capsys.readouterr().out
+    assert ("a failed: why" in said) == failed
+    assert f"{2 - failed} passed, {int(failed)} failed, 2 skipped; 2 of 2" in said

@@ -1,4 +1,4 @@
-"""Some of attack_init.py's attacks; its recorded figures are of all of them."""
+"""Some of attack_init.py's attacks."""
 
 from __future__ import annotations
 

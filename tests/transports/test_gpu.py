@@ -10,9 +10,13 @@ from jax.sharding import AxisType, Mesh
 import jax_ep
 from support import compare_transports, gpus, helpers, oracle
 from support.gpus import CAPTURE
-from tools.record_concurrent import FLAGS as CONCURRENT
 
 pytestmark = pytest.mark.gpu
+
+CONCURRENT = (
+    "--xla_gpu_graph_min_graph_size=1"
+    " --xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+)
 
 
 def mesh_of(platform, ranks):

@@ -412,7 +412,6 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--kinds", nargs="+", choices=[*POINTS], default=[*POINTS])
     parser.add_argument("--most", type=int, help="points of each way; default: all")
-    parser.add_argument("--record", action="store_true", help="keep the figures")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -428,23 +427,6 @@ def main() -> int:
     good = sum(not wrong for wrong in found.values())
     points = sum(len(POINTS[kind]) for kind in args.kinds)
     print(f"{points} points, {len(found)} attacks, {good} survived")
-    if args.record:
-        from benchmarks.common import recording
-
-        by_way = {
-            way: sum(not wrong for attack, wrong in found.items() if attack.way == way)
-            for way in args.ways
-        }
-        record = {
-            "kind": "attack-init",
-            "date": recording.date(),
-            "commit": recording.commit(),
-            "processes": PROCESSES,
-            "points": points,
-            "attacks": len(found),
-            "survived": by_way,
-        }
-        recording.write("attack-init", record)
     return int(good < len(found))
 
 

@@ -2,8 +2,7 @@
 
 Its environment has XLA make CUDA graphs even of a single node, so that the custom calls
 are captured and replayed. "open" compares with the first run of each operand set, which
-the oracle checks, and so does "unchained", where nothing orders calls; "close" closes
-the handle and then replays.
+the oracle checks; "close" closes the handle and then replays.
 """
 
 import json
@@ -13,7 +12,6 @@ import jax
 import numpy as np
 
 import jax_ep
-from jax_ep._ops import ordering
 from support import gpus, helpers, oracle
 
 SETS = 8
@@ -84,8 +82,6 @@ def is_nothing(results):
 
 
 def main(mode):
-    if mode == "unchained":
-        ordering._passed = lambda *_: None
     mesh = helpers.make_mesh(helpers.some_ranks(4))
     fields = {"max_tokens_per_rank": 32, "top_k": 4, "hidden_size": 64}
     ep = helpers.init(mesh, **fields)
