@@ -31,7 +31,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 P2P_PICTURE = ROOT / "docs" / "p2p.svg"
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-GPU_LIMITS = ROOT / "docs" / "gpu_limits.md"
 
 
 def table(header, rows):
@@ -188,8 +187,6 @@ def main():
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
         (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
-        (BENCHMARKS, "profile", from_newest("profile", matmul_tables.profile)),
-        (BENCHMARKS, "cutlass", from_newest("cutlass", matmul_tables.cutlass)),
         (BENCHMARKS, "routers", from_newest("routers", layer_tables.routers)),
         (BENCHMARKS, "decode", decode()),
         (BENCHMARKS, "few rows", from_newest("few-rows", matmul_tables.few_rows)),
@@ -200,7 +197,6 @@ def main():
         (BENCHMARKS, "graphs", from_newest("overlap", performance_tables.graphs)),
         (BENCHMARKS, "halves", from_newest("options", performance_tables.halves)),
         (BENCHMARKS, "options", from_newest("options", performance_tables.options)),
-        (GPU_LIMITS, "waits", from_newest("waits", performance_tables.waits)),
     ):
         old = path.read_text()
         new = fill(old, name, body)

@@ -10,8 +10,6 @@ RESULTS = (
     (("fp8 gate_up", "fp8 down"), "fp8 forward"),
     (("fp8 gate_up to rows", "fp8 down back"), "fp8 gradient of rows"),
 )
-# The way of cutlass_grouped.py that the others are compared with.
-_BATCHED = "batched"
 
 
 def _must_be_right(data, kind):
@@ -66,62 +64,6 @@ def _clocks(seen):
         f"{seen['mhz']:.0f} of {seen['most_mhz']:.0f} MHz (medians over the run); its "
         f"power cap held the clock down {100 * seen['capped']:.0f}% of the time."
     )
-
-
-def cutlass(data, table):
-    """Shows how long CUTLASS takes for the bare matmuls."""
-    _must_be_right(data, "cutlass")
-    found = {}
-    for row in data["results"]:
-        ways = found.setdefault((row["case"], row["op"]), {})
-        ways[row["way"]] = ways.get(row["way"], 0) + row["us"]
-    cells = []
-    for (case, op), ways in found.items():
-        batched = ways.pop(_BATCHED)
-        for name, prefix in (("bfloat16", ""), ("fp8", "fp8 ")):
-            own = {
-                w: us for w, us in ways.items() if w.startswith("fp8 ") == bool(prefix)
-            }
-            if not own:
-                continue
-            way = min(own, key=own.get)
-            ratio = f"{own[way] / batched:.2f}"
-            cells.append(
-                (case, op, name, way.removeprefix(prefix), f"{own[way]:.0f}", ratio)
-            )
-    head = (
-        f"CUTLASS {data['cutlass']} ({_source(data)}): the matmul of gate and up and "
-        "that of down, without SwiGLU. Each row has the kernel that took the least "
-        "time for both together, of those that we tried. `to rows` is the gradient of "
-        "rows, without the derivative of SwiGLU."
-    )
-    columns = ("size", "result", "operands", "kernel, cluster", "us", "of cuBLAS")
-    return f"{head}\n\n" + table(columns, cells)
-
-
-def profile(data, table):
-    """Shows what the kernels waited for, beside cuBLAS's."""
-    cells = []
-    for row in data["results"]:
-        numbers = (row[name] for name in ("us", "tensor_percent", "l2_hit_percent"))
-        texts = ("" if number is None else f"{number:.0f}" for number in numbers)
-        moved = "" if row["dram_gb_s"] is None else row["dram_gb_s"]
-        waits = ", ".join(
-            f"{name} {value:.1f}" for name, value in row["stalls"].items()
-        )
-        names = row["case"], row["product"], row["whose"]
-        cells.append((*names, *texts, moved, waits))
-    head = (
-        f"One call of each under Nsight Compute ({_source(data)}). Times are those of "
-        "single calls, not of a long run. `tensor` is the percentage of cycles in "
-        "which tensor cores were busy, and `L2 hits` the percentage of requested "
-        "sectors that L2 had. `waits` is the number of warps that waited per "
-        "instruction issued, by reason."
-    )
-    columns = ("size", "product", "whose", "us", "tensor", "L2 hits", "GB/s", "waits")
-    kept = [i for i in range(len(columns)) if any(row[i] != "" for row in cells)]
-    shown = [[row[i] for i in kept] for row in cells]
-    return f"{head}\n\n" + table([columns[i] for i in kept], shown)
 
 
 def decode(data, table, with_layers):

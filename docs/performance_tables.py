@@ -3,7 +3,6 @@
 import pathlib
 
 from benchmarks.calls import options_report
-from benchmarks.limits import launch_waits
 from benchmarks.overlap import report as overlap_report
 from jax_ep._cli.bench import report
 
@@ -255,16 +254,6 @@ def halves(data, table):
     )
     rows = list(options_report.halves(data))
     return f"{head}\n\n" + table(options_report.halves_header(data), rows)
-
-
-def waits(data, table):
-    """Shows what waits for a running kernel."""
-    head = (
-        f"{source(data, 'benchmarks/limits/launch_waits.py')}, driver {data['driver']}."
-    )
-    tables = [(launch_waits.header(data), launch_waits.cells(data))]
-    tables += launch_waits.other_tables(data)
-    return "\n\n".join([head, *(table(*each) for each in tables)])
 
 
 def _speed_up(row):

@@ -6,10 +6,10 @@
 #
 #   tools/record_gpu.sh [step]...
 #
-# Steps: limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
+# Steps: kernels p2p formats suite processes process-soak nodes soak sanitize options
 # overlap grouped few-rows decode routers layer collective. A single GPU is shared by four processes.
 # Needs jax_ep built for these GPUs and installed for PYTHON (default python3), with the extra test;
-# steps limits, waits, kernels, p2p and few-rows need nvcc. Exits 1 if a step failed or ran out of
+# steps kernels, p2p and few-rows need nvcc. Exits 1 if a step failed or ran out of
 # time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -35,13 +35,10 @@ run() {
 failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
-  steps=(limits waits kernels p2p formats suite processes process-soak nodes soak sanitize options
+  steps=(kernels p2p formats suite processes process-soak nodes soak sanitize options
     overlap grouped few-rows decode routers layer collective)
 for step in "${steps[@]}"; do
   case $step in
-    # Includes the litmus test of the memory order.
-    limits) run "$python" -m benchmarks.limits.gpu_limits ;;
-    waits) run "$python" -m benchmarks.limits.launch_waits ;;
     kernels)
       run "$python" -m benchmarks.calls.window_kernels --record --sms 0,24,32 \
         --tokens 1,8,32,128,512,1024,4096,8192

@@ -38,7 +38,6 @@ import sys
 
 from benchmarks.common import arguments as common
 from benchmarks.common import recording
-from benchmarks.limits import gpu_limits
 from jax_ep import formats
 from jax_ep._cli.bench import draw, measure, report
 
@@ -104,7 +103,7 @@ def main(arguments=None):
     args = parse(arguments)
     chosen = plan(args)
     command = recording.command("calls.p2p", arguments)
-    record = measure.measure(chosen, command, recording.ROOT, gpu_limits.find_peak)
+    record = measure.measure(chosen, command, recording.ROOT)
     path = save(args, record)
     if draw.available() and not chosen.several:
         draw.save(record, path.with_suffix(".svg"))

@@ -17,7 +17,7 @@ namespace jax_ep::window_kernels {
 namespace {
 
 constexpr int kRepeats = 7;
-// Measured by benchmarks/limits/gpu_limits.py on 4 H200s, see docs/gpu_limits.md.
+// On 4 H200s, see docs/gpu_limits.md.
 constexpr double kPeerWriteBytesPerUs = 354e3;
 
 void SetBlocks(World& world, int64_t sms) {

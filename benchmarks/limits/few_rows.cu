@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "cuda/matmul/kinds.h"
-#include "gpu_limits/report.cuh"
 #include "grouped/cases.cuh"
 #include "grouped/random.cuh"
+#include "grouped/report.cuh"
 #include "grouped/start.cuh"
 #include "grouped/timing.cuh"
 

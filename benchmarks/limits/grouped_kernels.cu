@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "cuda/matmul/step.h"
-#include "gpu_limits/report.cuh"
 #include "grouped/cases.cuh"
 #include "grouped/cublas.cuh"
+#include "grouped/report.cuh"
 #include "grouped/start.cuh"
 #include "grouped/timing.cuh"
 #include "grouped_kernels/products.cuh"

@@ -15,18 +15,19 @@ Writes benchmarks/results/matmuls-<gpu>x1-<date>.json and prints a table. Exits 
 result is wrong.
 """
 
+import importlib.util
 import pathlib
 import shutil
 import sys
 
 from benchmarks.common import arguments as common
 from benchmarks.common import clocks, programs, recording
-from benchmarks.limits import cutlass_grouped
 from jax_ep._cli.bench import record
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 KERNELS = recording.ROOT / "xla_ffi" / "cuda"
-CASES = cutlass_grouped.CASES
+SIZES = SOURCE.parent / "grouped" / "cases.cuh"  # has the sizes of CASES
+CASES = ("mid", "large-64", "large-256", "many", "decode")
 PRODUCTS = 11
 # Seconds that one product of one case takes besides its times.
 BESIDES = 2
@@ -37,7 +38,18 @@ def build(source=SOURCE):
     matmul = KERNELS / "matmul"
     sources = [*matmul.glob("*.cu"), *matmul.glob("*.cc"), KERNELS / "memory/driver.cc"]
     words = ("-I", str(source.parent), "--fmad=false", *map(str, sources), "-ldl")
-    return programs.build(source, *words, arch=cutlass_grouped.ARCH)[0]
+    return programs.build(source, *words, arch="sm_90a")[0]
+
+
+def cublas():
+    """Returns cuBLAS's path in JAX's wheels, or None: then the loader must find it."""
+    package = importlib.util.find_spec("nvidia")
+    found = [
+        path
+        for folder in (package and package.submodule_search_locations) or []
+        for path in sorted(pathlib.Path(folder).glob("*/lib/libcublas.so.*"))
+    ]
+    return found[-1] if found else None
 
 
 def print_table(made):
@@ -71,7 +83,7 @@ def words(args):
     made += ["--seed", str(args.seed)]
     if args.only:
         made += ["--only", args.only]
-    library = args.cublas or cutlass_grouped.cublas()
+    library = args.cublas or cublas()
     return made + (["--cublas", str(library)] if library else [])
 
 

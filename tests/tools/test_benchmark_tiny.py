@@ -41,11 +41,8 @@ from benchmarks.layers import cases as layer_cases
 from benchmarks.layers import decode, grouped, layer, routers
 from benchmarks.layers import report as layer_report
 from benchmarks.limits import (
-    cutlass_grouped,
     few_rows,
-    gpu_limits,
     grouped_kernels,
-    launch_waits,
 )
 from benchmarks.overlap import overlap
 from benchmarks.overlap import report as overlap_report
@@ -420,81 +417,11 @@ def same(found, record):
     return found.keys() >= record.keys()
 
 
-@pytest.mark.parametrize("module", [gpu_limits, launch_waits])
-def test_of_gpus(module, compiler, tmp_path, capsys):
-    prefix = {gpu_limits: "limits", launch_waits: "waits"}[module]
-    record = newest(prefix)
-    compiler("nvcc", json.dumps(record))
-    results = tmp_path / "results"
-    module.main(["--results", str(results)])
-    assert same(written(results), record)
-    assert len(capsys.readouterr().out.splitlines()) > len(record.get("rows", ()))
-
-
-@pytest.fixture
-def cutlass(tmp_path):
-    """A folder with the header by which CUTLASS is recognised."""
-    (tmp_path / "cutlass" / "include" / "cutlass").mkdir(parents=True)
-    (tmp_path / "cutlass" / "include" / cutlass_grouped.HEADER).touch()
-    return str(tmp_path / "cutlass")
-
-
-# Microseconds and TFLOP/s of gate and up, then of down.
-CUTLASS_TIMES = {"batched": ((400, 600), (200, 600)), "fp8": ((300, 800), (150, 800))}
-
-
-def cutlass_report(**changes):
-    rows = [
-        {"case": "mid", "matrix": matrix, "op": "forward", "way": way, "order": "rows"}
-        | {"us": us, "tflops": tflops, "ratio": us / times[0][0], "wrong": 0}
-        for way, times in CUTLASS_TIMES.items()
-        for matrix, (us, tflops) in zip(("gate and up", "down"), times, strict=True)
-    ]
-    rows[-1] |= changes
-    return {"device": "NVIDIA H200", "count": 1, "nvcc": "13.0", "results": rows}
-
-
-def test_cutlass_grouped(compiler, cutlass, tmp_path, capsys):
-    report = cutlass_report()
-    compiler("nvcc", json.dumps(report), f'echo "$given" >{tmp_path}/given')
-    results, kept = tmp_path / "results", tmp_path / "kept"
-    words = ["--cutlass", cutlass, "--results", str(results)]
-    assert cutlass_grouped.main([*words, "--keep", str(kept)]) == 0
-    given = (tmp_path / "given").read_text().split()
-    arch = "-gencode=arch=compute_90a,code=sm_90a"
-    assert {arch, "-DNDEBUG", f"{cutlass}/include"} <= set(given)
-    assert not results.exists()
-    capsys.readouterr()
-    for built in (["--cutlass", cutlass], ["--binary", str(kept)]):
-        words = [*built, "--quick", "--seed", "3", "--results", str(results)]
-        assert cutlass_grouped.main(words) == 0
-        found = written(results)
-        assert same(found, report)
-        assert "--quick --seed 3" in found["command"]
-        shown = capsys.readouterr().out
-        (line,) = (line for line in shown.splitlines() if " fp8 " in line)
-        assert line.split() == ["mid", "forward", "fp8", "450", "800", "0.750"]
-
-
-def test_cutlass_grouped_wrong(compiler, cutlass, tmp_path, capsys):
-    compiler("nvcc", json.dumps(cutlass_report(wrong=1)))
-    words = ["--cutlass", cutlass, "--results", str(tmp_path / "results")]
-    assert cutlass_grouped.main(words) == 1
-    wrong = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
-    assert len(wrong) == 1
-    assert " fp8 " in wrong[0]
-
-
-def test_cutlass_grouped_without_headers(tmp_path):
-    with pytest.raises(SystemExit, match=r"has no include.*pip install nvidia-cutlass"):
-        cutlass_grouped.main(["--cutlass", str(tmp_path)])
-
-
-def test_cutlass_grouped_has_the_sizes_of_grouped():
-    """The C++ program of cutlass_grouped has the same sizes as grouped."""
-    text = cutlass_grouped.SIZES.read_text()
+def test_grouped_kernels_have_the_sizes_of_grouped():
+    """The C++ programs have the same sizes as grouped."""
+    text = grouped_kernels.SIZES.read_text()
     found = dict(re.findall(r'\{"([\w-]+)", ([\d, ]+)\}', text))
-    assert tuple(found) == cutlass_grouped.CASES
+    assert tuple(found) == grouped_kernels.CASES
     for name, case in grouped.CASES.items():
         assert tuple(map(int, found[name].split(","))) == tuple(case)
 
@@ -594,14 +521,12 @@ def test_fuzz(compiler, tmp_path, capsys):
 # ---- All of them ---------------------------------------------------------------------
 
 HERE = {
-    *(collective, cpu_steps, cutlass_grouped, decode, draw, few_rows, format_errors),
+    *(collective, cpu_steps, decode, draw, few_rows, format_errors),
     *(
         fuzz,
-        gpu_limits,
         grouped,
         grouped_kernels,
         host_time,
-        launch_waits,
         layer,
         nodes,
     ),
@@ -611,11 +536,10 @@ HERE = {
 # Run by those above.
 WORKERS = {
     *("layers.worker", "overlap.worker", "calls.nodes_process"),
-    *("calls.options_worker", "calls.host_time_worker", "limits.mxfp4_calls"),
+    *("calls.options_worker", "calls.host_time_worker"),
 }
 # Tested by .ci/run or in their own files.
 ELSEWHERE = {
-    "benchmarks.limits.kernel_profile",
     *("tools.build_wheels", "tools.release_notes"),
 }
 

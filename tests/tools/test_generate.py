@@ -74,24 +74,6 @@ def test_tables_of_kernels():
         data[part][0]["wrong"] = False
 
 
-def test_tables_of_cutlass():
-    """Shows the kernel that is fastest for both matrices together."""
-    rows = [
-        {"case": "one", "op": "forward", "way": way, "us": us, "wrong": False}
-        for way, times in {
-            "batched": (2.0, 2.0),
-            "a": (1.0, 4.0),
-            "b": (2.0, 2.5),
-            "fp8 c": (1.0, 1.0),
-        }.items()
-        for us in times
-    ]
-    data = OF_MATMULS | {"cutlass": "1.2", "results": rows}
-    lines = matmul_tables.cutlass(data, generate.table).splitlines()
-    assert "| one | forward | bfloat16 | b | 4 | 1.12 |" in lines
-    assert "| one | forward | fp8 | c | 2 | 0.50 |" in lines
-
-
 def test_tables_of_decode():
     part = {"part": "experts", "rows": 16, "hit": 3.5, "wrong": False, "gb_s": 9.0}
     rows = [

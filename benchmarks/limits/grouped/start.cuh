@@ -7,7 +7,7 @@
 #include <string>
 
 #include "cuda/matmul/step.h"
-#include "gpu_limits/report.cuh"
+#include "grouped/report.cuh"
 
 namespace jax_ep::cuda {
 

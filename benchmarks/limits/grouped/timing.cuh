@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "gpu_limits/report.cuh"
+#include "grouped/report.cuh"
 
 namespace jax_ep::cuda {
 
