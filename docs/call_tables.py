@@ -58,8 +58,9 @@ def p2p(data, table, picture=None):
     ways = report.ragged_ways(data["results"])
     page = "docs/benchmarks.md" if picture else ""
     head = (
-        f"**Single calls over p2p, {data['count']} x {data['device']}** (jax "
-        f"{data['jax']}, driver {data['driver']}, {data['date']}, commit "
+        f"**Single calls over p2p, {data['count']} x {data['device']}** "
+        f"({performance_tables.versions(data)}driver {data['driver']}, "
+        f"{data['date']}, commit "
         f"{data['commit'][:12]}, seed {data['seed']}; "
         f"{performance_tables.shown(data['command'])}). Hidden "
         f"{data['hidden']}, {data['dtype']}, top-{data['top_k']} of {data['experts']} "
@@ -139,27 +140,4 @@ def cpu(data, table):
         "steps also add rows up, and `pack` in a format quantises them."
     )
     columns = ("T", "step", "us", "GB/s", "`memcpy` us", "of `memcpy`'s speed")
-    return head + "\n\n" + table(columns, rows)
-
-
-def collective(data, table):
-    """Shows whole calls of transport collective."""
-    rows = [
-        (
-            r["tokens"],
-            f"{r['dispatch_us']:.0f}",
-            f"{r['combine_us']:.0f}",
-            f"{r['all_to_all_us']:.0f}",
-        )
-        for r in data["results"]
-    ]
-    head = (
-        f"**Collective transport, {data['count']} x {data['device']}** (jax "
-        f"{data['jax']}, {data['date']}, commit {data['commit'][:12]}; "
-        f"`benchmarks/calls/collective.py`): hidden {data['hidden']}, bfloat16, "
-        f"top-{data['top_k']} of {data['experts']}. Whole calls run back to back and "
-        "are timed by the host's clock. `all_to_all` is the exchange alone, on a "
-        "buffer of the same size; the rest is pack, unpack and launches."
-    )
-    columns = ("T per rank", "dispatch us", "combine us", "`all_to_all` us")
     return head + "\n\n" + table(columns, rows)

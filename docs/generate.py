@@ -140,7 +140,6 @@ def other_calls():
 
 OTHER_CALLS = (
     ("p2p", BOUND_BY_THE_LINK, call_tables.p2p_others),
-    ("collective", None, call_tables.collective),
     ("cpu", None, call_tables.cpu),
 )
 

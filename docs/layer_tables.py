@@ -50,9 +50,10 @@ def layers_in_short(data, table):
         "the latter are made beforehand ([docs/fp8.md](docs/fp8.md))."
     )
     head = (
-        f"**Whole MoE layers, {data['count']} x {data['device']}** (jax {data['jax']}, "
-        f"{data['date']}): {data['tokens']} tokens per rank, top-{data['top_k']}, "
-        "bfloat16. Times are in milliseconds, for router, exchange, SwiGLU experts and "
+        f"**Whole MoE layers, {data['count']} x {data['device']}** "
+        f"({performance_tables.versions(data)}{data['date']}): "
+        f"{data['tokens']} tokens per rank, top-{data['top_k']}, bfloat16. "
+        "Times are in milliseconds, for router, exchange, SwiGLU experts and "
         "exchange. In brackets is the share that is neither router nor experts. "
         f"`dense` exchanges by `all_to_all` with a fixed capacity{ragged * has_ragged}."
         f"{fp8 * (report.FP8_COLUMNS[0] in header)} The last columns are p2p's "
@@ -88,7 +89,7 @@ def layers(data, table):
     ways = seen("matmul", *report.OURS)
     padded = "`padded` has the room that the timed routings need. "
     head = (
-        f"**Whole layers** ({performance_tables.runs(data)}, jax {data['jax']}): "
+        f"**Whole layers** ({performance_tables.runs(data)}): "
         f"{data['tokens']} tokens per rank, top-{data['top_k']}, bfloat16. "
         "Times are in milliseconds, for router, exchange, SwiGLU experts and exchange; "
         "the second row of each size includes every gradient. In brackets is the share "
@@ -148,8 +149,6 @@ def grouped(data, table):
     wrong = [row for row in data["results"] if row.get("wrong")]
     if wrong:
         raise SystemExit(f"the newest grouped file is unfit: {wrong}")
-    # Records from before the kernels were CUDA call them ours.
-    kernels = {"ours": "mosaic"}
     found, wholes = {}, []
     for row in data["results"]:
         if row.get("matrix") == "experts":
@@ -157,18 +156,10 @@ def grouped(data, table):
             continue
         place = row["case"], row["op"], row["room"]
         ways = found.setdefault(place, {})
-        way = "kernels" if row["way"] in ("hopper", *kernels) else row["way"]
-        ways[way] = ways.get(way, 0) + row.get("us", float("nan"))
-    names = {row["way"] for row in data["results"]} & {"hopper", *kernels}
-    name = kernels.get(*names, *names)
-    others = (
-        "`jax` is `jax.lax.ragged_dot`"
-        if name == "hopper"
-        else "`jax` are the kernels of `jax.experimental.pallas.ops.gpu`"
-    )
+        ways[row["way"]] = ways.get(row["way"], 0) + row.get("us", float("nan"))
     more, rows = _more_ways(data), []
     for (case, op, room), us in found.items():
-        ours = us["kernels"]
+        ours = us["hopper"]
         rate = f"{_flops(data, case) / ours / 1e6:.0f}"
         cells = [_number(us.get(way)) for way in ("jax", *more, "batched")]
         ratios = _ratio(us.get("jax"), ours), _ratio(ours, us.get("batched"))
@@ -180,14 +171,14 @@ def grouped(data, table):
     )
     source = performance_tables.source(data, data["command"])
     head = (
-        f"The grouped matmuls of `{name}` ({source}, jax {data['jax']}), in bfloat16 "
+        f"The grouped matmuls of `hopper` ({source}), in bfloat16 "
         f"with random group sizes: {sizes}. `room` is how many rows the operand has "
         "for each row in a group; in a default layer that is the number of ranks. "
         "Times are in microseconds, for gate, up and down together. "
-        f"{others}, and `batched` is one matmul with the same number of rows in every "
-        f"group (cuBLAS). {_of_more_ways(data)}"
-        f"`faster` is the time of `jax` over that of `{name}`, and `of batched` the "
-        f"time of `{name}` over that of `batched`. "
+        "`jax` is `jax.lax.ragged_dot`, and `batched` is one matmul with the same "
+        f"number of rows in every group (cuBLAS). {_of_more_ways(data)}"
+        "`faster` is the time of `jax` over that of `hopper`, and `of batched` the "
+        "time of `hopper` over that of `batched`. "
         "Results were compared in the same run."
     )
     columns = ("size", "result", "room", "us", "TFLOP/s", "jax")
@@ -342,7 +333,7 @@ def train(data, table):
         for name in names
     )
     head = (
-        f"{performance_tables.source(data, data['command'])}, jax {data['jax']}, mesh "
+        f"{performance_tables.source(data, data['command'])}, mesh "
         f"{' x '.join(f'{k} {v}' for k, v in data['mesh'].items())}: "
         f"{sizes['blocks']} blocks, hidden {sizes['hidden']}, top-{sizes['top_k']} of "
         f"{sizes['experts']} experts, {sizes['sequences']} sequences of "

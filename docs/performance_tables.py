@@ -24,11 +24,30 @@ TARGETS = (
 )
 
 
+LIBRARIES = {"jax": "jax", "cudnn": "cuDNN", "cublas": "cuBLAS", "nccl": "NCCL"}
+
+
 def source(data, command):
     return (
-        f"{data['count']} x {data['device']}, {data['date']}, commit "
+        f"{data['count']} x {data['device']}, {versions(data)}{data['date']}, commit "
         f"{data['commit'][:12]}; {shown(command)}"
     )
+
+
+def versions(data):
+    """Names the versions that a record has, each with a comma after it."""
+    found = {"jax": data.get("jax"), **data.get("libraries", {})}
+    if "cublas" in data:  # the one that the program has loaded
+        found["cublas"] = _of_cublas(data["cublas"])
+    shown = (
+        f"{name} {found[key]}" for key, name in LIBRARIES.items() if found.get(key)
+    )
+    return "".join(f"{each}, " for each in shown)
+
+
+def _of_cublas(number):
+    """Formats what cublasGetVersion returns."""
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 def shown(command):
@@ -114,26 +133,23 @@ def formats(data, table):
 
 
 def host(data, table):
-    """Shows how long a call keeps the host busy, beside an older build's."""
+    """Shows how long a call keeps the host busy."""
     _must_be_fit(data)
     rows = [
         (
             row["op"],
             row["tokens"],
-            f"{row['this_us_least']:.1f} ({row['this_us']:.1f})",
-            f"{row['old_us_least']:.1f} ({row['old_us']:.1f})",
+            f"{row['this_us']:.1f}",
+            f"{row['this_us_least']:.1f}",
         )
         for row in data["results"]
-        if "old_us" in row
     ]
     head = (
-        f"{source(data, data['command'])}, jax {data['jax']}: {data['count']} GPUs, "
-        f"hidden {data['hidden']}, without CUDA graphs, compared with commit "
-        f"{data['old_commit']}. Figures are microseconds per call of "
-        f"{data['transports'][0]}: the least of all runs, and in brackets the median."
+        f"{source(data, data['command'])}: {data['count']} GPUs, hidden "
+        f"{data['hidden']}, without CUDA graphs, over {data['transports'][0]}. Medians "
+        "and the least of all runs, per call."
     )
-    columns = ("", "T per rank", "this commit", data["old_commit"])
-    return f"{head}\n\n" + table(columns, rows)
+    return f"{head}\n\n" + table(("", "T per rank", "us", "least us"), rows)
 
 
 def nodes(data, table):
@@ -184,7 +200,7 @@ def overlap(data, table):
     if failures:
         raise SystemExit(f"the newest overlap file is unfit: {failures}")
     head = (
-        f"{runs(data)}, jax {data['jax']}: {data['tokens']} tokens "
+        f"{runs(data)}: {data['tokens']} tokens "
         f"per rank, hidden {data['hidden']}, top-{data['top_k']} of {data['experts']}, "
         "bfloat16. Times are in microseconds."
     )
@@ -197,15 +213,6 @@ def overlap(data, table):
             f"the aim is at most {overlap_report.TARGET_US} us, provided that the work "
             "takes longer than the copies:",
             table(overlap_report.PARTS_HEADER, parts),
-        ]
-    timelines = list(overlap_report.timelines(data))
-    if timelines:
-        shown += [
-            "One call of each, traced by `jax.profiler`, with nothing enqueued before "
-            "it, so that the host's launches show. The columns have the times at which "
-            "each stream of the first GPU began and ended the exchange, and the other "
-            "work, which includes small copies:",
-            table(overlap_report.TIMELINES_HEADER, timelines),
         ]
     batches = list(overlap_report.batches(data))
     if batches:
@@ -231,7 +238,7 @@ def _options(data):
     failures = options_report.failures(data)
     if failures:
         raise SystemExit(f"the newest options file is unfit: {failures}")
-    return f"{source(data, data['command'])}, jax {data['jax']}"
+    return source(data, data["command"])
 
 
 def options(data, table):

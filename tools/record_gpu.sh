@@ -7,7 +7,7 @@
 #   tools/record_gpu.sh [step]...
 #
 # Steps: kernels p2p formats suite processes process-soak nodes soak sanitize options
-# overlap grouped few-rows decode routers layer collective. A single GPU is shared by four processes.
+# overlap grouped few-rows decode routers layer. A single GPU is shared by four processes.
 # Needs jax_ep built for these GPUs and installed for PYTHON (default python3), with the extra test;
 # steps kernels, p2p and few-rows need nvcc. Exits 1 if a step failed or ran out of
 # time.
@@ -36,7 +36,7 @@ failed=()
 steps=("$@")
 [ $# -gt 0 ] ||
   steps=(kernels p2p formats suite processes process-soak nodes soak sanitize options
-    overlap grouped few-rows decode routers layer collective)
+    overlap grouped few-rows decode routers layer)
 for step in "${steps[@]}"; do
   case $step in
     kernels)
@@ -69,13 +69,12 @@ for step in "${steps[@]}"; do
     soak) run "$python" -m benchmarks.soak.soak --calls 20000 ;;
     sanitize) LIMIT_S=$limit run tools/sanitize.sh "$python" ;;
     options) run "$python" -m benchmarks.calls.options_cost --budget "$limit" ;;
-    overlap) run "$python" -m benchmarks.overlap.overlap --trace --budget "$limit" ;;
+    overlap) run "$python" -m benchmarks.overlap.overlap --budget "$limit" ;;
     grouped) run "$python" -m benchmarks.layers.grouped ;;
     few-rows) run "$python" -m benchmarks.limits.few_rows ;;
     decode) run "$python" -m benchmarks.layers.decode --layer ;;
     routers) run "$python" -m benchmarks.layers.routers ;;
     layer) run "$python" -m benchmarks.layers.layer --budget "$limit" ;;
-    collective) run "$python" -m benchmarks.calls.collective ;;
     *) echo "no step '$step'"; exit 2 ;;
   esac
 done

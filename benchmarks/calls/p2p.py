@@ -30,8 +30,8 @@ sums within a tolerance). Wrong ones are marked, and the command then exits 1.
 Writes benchmarks/results/p2p-<gpu>x<n>-<date>.json. If the format is not bf16, the name
 begins with the format. A record of several formats is formats-<gpu>x<n>-<date>.json,
 with `--codes` codes-<gpu>x<n>-<date>.json. With one format it draws a picture beside
-the record if matplotlib is installed (otherwise benchmarks.calls.draw can draw it
-elsewhere), and prints a table last.
+the record if matplotlib is installed, and prints a table last. `jax-ep bench` times the
+same calls for users; this program adds what the docs' tables need.
 """
 
 import sys

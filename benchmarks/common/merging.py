@@ -1,6 +1,6 @@
 """Joins records of several runs on the same devices."""
 
-OF_A_RUN = ("commit", "date", "seed", "command", "driver", "seconds")
+OF_A_RUN = ("commit", "date", "seed", "command", "driver", "libraries", "seconds")
 
 
 def require_same(program, name, before, after):
@@ -14,7 +14,9 @@ def require_same(program, name, before, after):
 
 def runs(record):
     """Returns the facts that tell a record's runs apart, one dict per run."""
-    return record.get("runs") or [{name: record[name] for name in OF_A_RUN}]
+    return record.get("runs") or [
+        {name: record[name] for name in OF_A_RUN if name in record}
+    ]
 
 
 def joined(before, after, **entries):

@@ -1,6 +1,5 @@
 """Writes records, and makes the entries that all of them have."""
 
-import json
 import os
 import pathlib
 import shlex
@@ -8,16 +7,16 @@ import sys
 
 import jax
 
-from jax_ep._cli.bench import record
+from jax_ep._cli.bench import record as run_record
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-date = record.date
+date = run_record.date
 
 
 def commit():
     """Returns the measured commit; outside a checkout JAX_EP_COMMIT names it."""
-    return record.commit(ROOT)
+    return run_record.commit(ROOT)
 
 
 def short_device(kind):
@@ -34,7 +33,7 @@ def write(name, record, folder=RESULTS):
     """Writes <folder>/<name>-<date>.json and returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{record['date']}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(run_record.text(record))
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path
 
@@ -49,14 +48,15 @@ def command(module, arguments=None):
 
 
 def run(kind, module, args, arguments, **facts):
-    """Returns the `record.Run` of a `module` of benchmarks that has parsed `args`."""
+    """Returns the `Run` of a `module` of benchmarks that has parsed `args`."""
     told = command(module, arguments)
-    return record.Run(kind, told, args.seed, args.budget, ROOT, **facts)
+    return run_record.Run(kind, told, args.seed, args.budget, ROOT, **facts)
 
 
 def head(kind, **facts):
     """Returns the first entries of a record, for a run without workers."""
-    return {"kind": kind, "commit": commit(), "date": date(), **facts}
+    made = {"kind": kind, "commit": commit(), "date": date()}
+    return {**made, "libraries": run_record.libraries(), **facts}
 
 
 def head_here(kind, module, arguments, count=1, **facts):

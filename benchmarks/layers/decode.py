@@ -22,8 +22,7 @@ number of rows is timed in turn, and rows of the results are compared with float
 products of the same codes. `clocks` are medians of the first GPU's clock and power
 meanwhile. --layer adds whole layers by `jax_ep.moe_ffn` on all GPUs:
 for each kind of weights the layer's time, and as `exchange` that of the same program
-with experts that return their rows unchanged. With --kernels one call of each program
-is profiled: what the first GPU ran, and for how long.
+with experts that return their rows unchanged.
 Writes benchmarks/results/decode-<device>x<n>-<date>.json. With --tiny it also runs on a
 machine without such a GPU, with what runs everywhere in place of the kernels.
 """
@@ -42,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from benchmarks.common import arguments as common
-from benchmarks.common import clocks, recording, timing, trace
+from benchmarks.common import clocks, recording, timing
 from benchmarks.layers import decode_steps as steps
 from benchmarks.layers import grouped, kinds
 from benchmarks.layers.decode_steps import DRAWS, FORMATS, READS, WAYS, Sizes
@@ -55,7 +54,7 @@ SMALL = Sizes(128, 128, 8, 2)
 ROWS = (1024, 256, 64, 16, 8)
 TOKENS = (1, 8, 32, 128)  # per rank, for whole layers
 TINY = (
-    *("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0", "--kernels"),
+    *("--rows", "16", "4", "--layer", "--tokens", "3", "--seconds", "0"),
     *("--unrolled", "2"),
 )
 # Per measurement, of which the host takes up to a millisecond to begin and to notice
@@ -96,14 +95,6 @@ def tried(make):
 def checked(difference):
     """Returns the entries of a row that say how far off its results are."""
     return {"difference": difference, "wrong": not difference < BOUND}
-
-
-def traces(args, runs):
-    """Returns the entry of a row for what one call of each run does on a GPU."""
-    if not args.kernels:
-        return {}
-    traced = functools.partial(trace.traced, made=trace.kernels)
-    return {"traces": {part: traced(run, 0) for part, run in runs.items()}}
 
 
 # ---- Experts ------------------------------------------------------------------------
@@ -160,7 +151,6 @@ def measure_experts(sizes, args):
             limits[name] = us["read", name, how]
             row = place | {"way": "read", "format": name, "how": how}
             rate = found["bytes"] / limits[name] / 1e3
-            row |= traces(args, {"read": runs["read", name, how][0]})
             yield row | {"us": limits[name], "gb_s": rate, "wrong": found["wrong"]}
         for way, found in facts.items():
             name = WAYS[way][0]
@@ -169,7 +159,6 @@ def measure_experts(sizes, args):
                 row["us"] = us[way]
                 row["gb_s"] = hit * bytes_[name] / us[way] / 1e3
                 row["of_read"] = us[way] / limits[name]
-                row |= traces(args, {"experts": runs[way][0]})
             yield row
 
 
@@ -277,22 +266,20 @@ def measure_layers(sizes, args):
             us = by_turns(runs, args.seconds)
             for ep in handles:
                 ep.check()
-            yield from layer_rows(args, tokens, runs, facts, us)
+            yield from layer_rows(tokens, facts, us)
         finally:
             for ep in handles:
                 ep.close()
 
 
-def layer_rows(args, tokens, runs, facts, us):
-    """Yields a row for each kind of weights, while its handle is open."""
+def layer_rows(tokens, facts, us):
+    """Yields a row for each kind of weights."""
     for kind, found in facts.items():
         row = {"part": "layer", "tokens": tokens, "way": kind, **found}
         if (kind, "layer") in us:
             whole, exchange = us[kind, "layer"], us[kind, "exchange"]
             row |= {"us": whole, "exchange_us": exchange}
             row["exchange_share"] = exchange / whole
-            parts = "layer", "exchange"
-            row |= traces(args, {part: runs[kind, part][0] for part in parts})
         yield row
 
 
@@ -334,9 +321,6 @@ def parse(arguments):
     parser.add_argument("--layer", action="store_true", help="whole layers as well")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=TOKENS, help="per rank, of a layer"
-    )
-    parser.add_argument(
-        "--kernels", action="store_true", help="profile a call of each program"
     )
     parser.add_argument(
         "--seconds", type=float, default=0.3, help="of a time, on average"

@@ -56,8 +56,7 @@ def line(row):
     head = f"{row['case']:<10} {name(row):<44}"
     if "error" in row:
         return f"{head} {reports.error_line(row)}"
-    worst = max(row["errors"].values())
-    tail = f"largest error {worst:.4f}"
+    tail = f"largest error {row['largest_error']:.4f}"
     if row["wrong"]:
         tail += f"  WRONG: {row['errors']}"
     if row.get("tokens_with_drops"):

@@ -32,6 +32,14 @@ def _error(error):
     return {"error": process.error_text(error)}
 
 
+def _checked(errors, name):
+    """Returns a row's entries about its results: all errors if one is too large."""
+    largest = max(errors.values())
+    wrong = largest > cases.TOLERANCES[name]
+    made = {"largest_error": largest, "wrong": wrong}
+    return made | {"errors": errors} if wrong else made
+
+
 class Timed(typing.NamedTuple):
     """A layer that was timed, kept for what else is measured with it."""
 
@@ -133,13 +141,16 @@ class Worker:
                 continue
             finally:
                 out = grads = rest = kept = None
-            wrong = max(errors.values()) > cases.TOLERANCES["bf16"]
+            checked = _checked(errors, "bf16")
             for name, each in times.items():
-                extra = {"pass": name, "errors": errors, "wrong": wrong}
-                self.row(**facts, **extra, **each)
+                self.row(**facts, **{"pass": name}, **checked, **each)
             self.experts_ms[matmul] = {name: t["ms"] for name, t in times.items()}
             total = 0 if matmul == take else sum(self.experts_ms[matmul].values())
-            if matmul in good and not wrong and (best is None or total < best[0]):
+            if (
+                matmul in good
+                and not checked["wrong"]
+                and (best is None or total < best[0])
+            ):
                 best = (total, matmul)
         return best and best[1]
 
@@ -239,8 +250,7 @@ class Worker:
         if reference is None and (facts["layer"], facts["format"]) != _REFERENCE:
             raise RuntimeError("there is nothing to compare it with")
         errors = cases.errors(result, reference or result)
-        wrong = max(errors.values()) > cases.TOLERANCES[facts["format"]]
-        checked = {"errors": errors, "wrong": wrong}
+        checked = _checked(errors, facts["format"])
         drops = int(np.asarray(result[0][1]).sum())
         reference = reference or result
         del result  # its gradients are as large as the parameters

@@ -28,9 +28,7 @@ A time is in microseconds per call: that of a program of many calls tied by data
 (jax_ep/_cli/bench/loops.py), the median of the repeats. Exposed is the time of both
 less that of the work alone; hidden is the share of the whole call's own time that is
 not exposed. Results are compared bit for bit with the collective transport's. Wrong
-ones are marked, and the command then exits 1. With --trace one call of each arrangement
-is profiled: when each stream began and ended which work, and how many copies went
-between GPUs.
+ones are marked, and the command then exits 1.
 
 Then calls of few tokens are timed with XLA's CUDA graphs and without, each in a process
 of its own.
@@ -92,7 +90,6 @@ def parse(arguments):
     parser.add_argument(
         "--graph-tokens", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32]
     )
-    parser.add_argument("--trace", action="store_true", help="profile a call of each")
     common.add_merge(parser)
     return common.parsed(parser, arguments, TINY)
 
@@ -100,7 +97,7 @@ def parse(arguments):
 def overlap_workers(args):
     """Yields (XLA flags, specification) of each worker, the surest first."""
     names = ("transport", "tokens", "beside", "matmul", "inner", "ragged_inner")
-    names += ("megabytes", "trace")
+    names += ("megabytes",)
     spec = common.specification(args, **{name: getattr(args, name) for name in names})
     if not args.beside:
         return

@@ -196,38 +196,6 @@ def batches(record):
 BATCHES_HEADER = ("two micro-batches", "flags", "ms", "in turn ms", "speed-up")
 
 
-_TIMELINES = ("matmul", "hopper", "mosaic", "ragged_dot", "elementwise", "attention")
-TIMELINES_HEADER = ("", "beside", "", "exchange, from to us", "other work, from to us")
-
-
-def _spans(streams, kind):
-    """Yields when each stream began and ended a kind of work; its sum if it paused."""
-    for stream in sorted(streams, key=lambda s: s.get(kind, {}).get("start_us", 0)):
-        if kind not in stream:
-            continue
-        span = stream[kind]
-        start, end, busy = (span[name] for name in ("start_us", "end_us", "busy_us"))
-        note = f" ({busy:.0f} in all)" if busy < 0.9 * (end - start) else ""
-        yield f"{start:.0f} to {end:.0f}{note}"
-
-
-def timelines(record):
-    """Yields the first GPU's streams in one traced call of each arrangement."""
-    rows = [row for row in record["results"] if row["beside"] in _TIMELINES]
-    cases = dict.fromkeys((row["op"], row["beside"]) for row in rows if row["op"])
-    for op, beside in cases:
-        for arrangement, name in COLUMNS.items():
-            wanted = (op, beside, arrangement)
-            keys = ("op", "beside", "arrangement")
-            found = [row for row in rows if tuple(row[k] for k in keys) == wanted]
-            row = _best(found) or {}
-            streams = (row.get("trace") or {}).get("streams", [])
-            first = [s for s in streams if s["gpu"] == streams[0]["gpu"]]
-            if first:
-                spans = ("; ".join(_spans(first, k)) for k in ("exchange", "other"))
-                yield (op, beside, _noted(row, name), *spans)
-
-
 def _captured(row):
     """Formats the time of calls in graphs, if handlers only ran under capture."""
     captured, streamed = row.get("captured"), row.get("streamed")
@@ -272,7 +240,6 @@ def print_table(record):
     for head, rows in (
         (header(), cells(record)),
         (PARTS_HEADER, parts(record)),
-        (TIMELINES_HEADER, timelines(record)),
         (BATCHES_HEADER, batches(record)),
         (GRAPHS_HEADER, graphs(record)),
     ):

@@ -13,7 +13,6 @@ import gc
 import jax
 import numpy as np
 
-from benchmarks.common import trace
 from benchmarks.overlap import batches as overlap_batches
 from benchmarks.overlap import cases, report
 from benchmarks.overlap import parts as overlap_parts
@@ -162,13 +161,6 @@ class Worker:
                     different = self.check(transport, op, checked, beside)
                 timing, wrong = self.time(programs[(*key, "timed")], op, arrangement)
                 transport.ep.check()
-                if self.spec["trace"] and (*key, "checked") in programs:
-                    timing["trace"] = trace.traced(
-                        programs[(*key, "checked")],
-                        transport.inputs(op, 0),
-                        beside.operands,
-                    )
-                    trace.require_copies(arrangement, timing["trace"])
             except Exception as error:  # of one program of many
                 self.row(**facts, beside=name, **_error(error))
                 continue

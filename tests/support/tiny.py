@@ -7,7 +7,6 @@ import json
 import jax
 
 from benchmarks.layers import grouped
-from benchmarks.overlap import report as overlap_report
 from support import helpers
 
 ON_CPU = jax.default_backend() == "cpu"
@@ -26,20 +25,3 @@ def tiny(recorder, folder, *arguments):
 def written(folder):
     (path,) = folder.glob("*.json")
     return json.loads(path.read_text())
-
-
-def rows_by(rows, *names):
-    """Rows by these entries, which must be unique."""
-    found = {tuple(row.get(name) for name in names): row for row in rows}
-    assert len(found) == len(rows)
-    return found
-
-
-TRACE = ["--trace"] * ON_CPU  # on GPUs copies need XLA's flags
-
-
-def unmeasured(record):
-    """The names of rows without a time; the record has no problems or failures."""
-    assert record["problems"] == overlap_report.failures(record) == []
-    missing = [row for row in record["results"] if "us" not in row]
-    return {row["beside"] or row["arrangement"] for row in missing}

@@ -1,318 +1,300 @@
-"""The basis of p2p.py's numbers: bytes, JAX's own path, the checks."""
+"""Every benchmark runs in its tiny form, without a wrong result, and writes a record.
+
+On CPUs over collective, or over JAX_EP_TEST_TRANSPORT. Programs that need nvcc run with
+a fake one.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from jax_ep._cli.bench import checks as p2p_check
-from jax_ep._cli.bench import loops as p2p_programs
-from jax_ep._cli.bench import ragged
-from jax_ep._cli.bench import report as p2p_report
-from jax_ep._cli.bench import routings as p2p_cases
-from jax_ep._cli.bench import transports as p2p_transports
+from benchmarks.calls import (
+    cpu_steps,
+    format_errors,
+    host_time,
+    nodes,
+    options_cost,
+    p2p,
+    window_kernels,
+)
+from benchmarks.common import recording
+from benchmarks.layers import decode, grouped, layer, routers
+from benchmarks.limits import few_rows, grouped_kernels
+from benchmarks.overlap import overlap
+from benchmarks.soak import processes as soak_processes
+from benchmarks.soak import program as soak_program
+from benchmarks.soak import soak
 from support import helpers
+from support.tiny import RANKS, written
+from tools import fuzz, lockstep_run
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("quick_compiles")]
 
-EXPERTS, TOP_K, HIDDEN = 16, 3, 16
-SPEC = {
-    "hidden": HIDDEN,
-    "dtype": "bfloat16",
-    "format": "bf16",
-    "combine_format": None,
-    "experts": EXPERTS,
-    "top_k": TOP_K,
-    "seed": 11,
-    "repeats": 3,
-    "milliseconds": 0.2,
-    "unrolled": 4,
-    "peak_gb_s": 100.0,
+ROOT = recording.ROOT
+OVER = ("--transport", helpers.TRANSPORT)
+DEVICES = ("--devices", str(RANKS))
+FORMATS = ("--formats", "bf16", "nvfp4", "--combine-format", "fp8_block128")
+# What --tiny needs besides, by benchmark.
+TINY = {
+    "p2p": (p2p, *DEVICES),
+    "formats": (p2p, *DEVICES, "--transports", "collective", *FORMATS),
+    "codes": (p2p, *DEVICES, "--transports", "collective", "--codes", "nvfp4"),
+    "host_time": (host_time, *DEVICES, "--processes", "1"),
+    "options_cost": (options_cost, *DEVICES, *OVER),
+    "layer": (layer, *DEVICES, *OVER),
+    "overlap": (overlap, *DEVICES, *OVER, "--arrangements", "halves"),
+    "decode": (decode, *DEVICES, "--rows", "16"),
+    "routers": (routers,),
+    "grouped": (grouped,),
 }
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return helpers.make_mesh(helpers.some_ranks(4))
+def is_whole(record):
+    """Whether a record says who measured what, when and where, and has good rows."""
+    facts = ("kind", "commit", "date", "device", "count", "command", "jax", "libraries")
+    assert all(record.get(name) is not None for name in facts), record
+    assert record["command"].startswith("python -m benchmarks.")
+    assert not record.get("problems")
+    rows = record["results"]
+    assert rows
+    for row in rows:
+        assert not row.get("wrong"), row
+    return True
 
 
-@pytest.fixture(scope="module")
-def case(mesh):
-    return p2p_transports.make_case(mesh, SPEC, 6, "uniform", defaults=False)
+@pytest.mark.parametrize("name", TINY)
+def test_tiny(name, tmp_path):
+    module, *words = TINY[name]
+    assert module.main(["--tiny", "--results", str(tmp_path), *words]) == 0
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert is_whole(record)
+    # A row a line, so that a record can be read and compared.
+    assert len(path.read_text().splitlines()) <= len(record) + 200
+
+
+@pytest.mark.exclusive
+def test_soak(tmp_path):
+    """Runs every option once; test_soak.py has the layers without options."""
+    calls = len(soak.OPTIONS) * soak.STEPS * soak_program.CALLS_A_LAYER
+    words = f"--calls {calls} --devices {RANKS} --transport {helpers.TRANSPORT} "
+    words += f"--sizes --option-sizes 8 --threads 1 --folder {tmp_path}"
+    assert soak.run(soak.parse(words.split())) == 0
+    record = written(tmp_path)
+    assert record["launches"] == len(soak.OPTIONS) == len(record["options"])
+    assert record["checks"] > record["calls"] == calls
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", ["nodes", "soak"])
+def test_in_processes(what, tmp_path):
+    if what == "soak":
+        words = "--processes 2 --platform cpu --transport collective --options halves"
+        words += f" --calls 16 --sizes --option-sizes 8 --folder {tmp_path}"
+        assert soak_processes.main(words.split()) == 0
+        assert written(tmp_path)["calls"] == 16
+        return
+    words = "--platform cpu --ranks 2 --tokens 8 --hidden 64 --experts 8 --top-k 2"
+    words += " --repeats 2 --milliseconds 1 --unrolled 4 --budget 120 --seed 7"
+    ways = [n for n, (_, name, *_) in nodes.WAYS.items() if name == "collective"]
+    words = [*words.split(), "--ways", *ways, "--results", str(tmp_path)]
+    assert nodes.main(words) == 0
+    rows = written(tmp_path)["rows"]
+    assert len(rows) == 2 * len(ways)
+    assert all(row["us"] > 0 and row["differences"] == {} for row in rows)
+
+
+def test_format_errors(capsys):
+    format_errors.main()
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert found
+    assert all(0 < float(error) <= 0.2 for error in found.values())
+
+
+# ---- Programs that are compiled where they run ---------------------------------------
+# A fake compiler makes programs that print a report.
 
 
 @pytest.fixture
-def other(case):
-    transport = p2p_transports.reference(case)
-    yield transport
-    transport.ep.close()
+def compiler(tmp_path, monkeypatch):
+    """A function that makes the compiler's programs print a text."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def make(name, text, *more):
+        (tmp_path / "text").write_text(text)
+        path = folder / name
+        path.write_text(COMPILER.format(text=tmp_path / "text", more="\n".join(more)))
+        path.chmod(0o755)
+
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    # The folder of sys.executable comes before PATH.
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    return make
 
 
-def draws(routing, tokens=2048, seed=3, count=2):
-    return p2p_cases.draw_ids(seed, tokens, TOP_K, EXPERTS, routing, count)
+COMPILER = """#!/bin/bash
+[ "$1" != --version ] || {{ echo "made up 1.0"; exit; }}
+given=$*
+while [ $# -gt 0 ]; do
+  case $1 in -o | -B | --build) made=$2 ;; esac
+  shift
+done
+program() {{ printf '#!/bin/bash\\ncat %q\\n' "{text}" >"$1" && chmod +x "$1"; }}
+{more}
+[ -d "$made" ] || program "$made"
+"""
+# What the fake cmake does: makes a folder with programs.
+FOLDER = (
+    'mkdir -p "$made"',
+    f'for name in cpu_steps {" ".join(fuzz.TARGETS)}; do program "$made/$name"; done',
+    'echo "CMAKE_CXX_COMPILER:FILEPATH=$0" >"$made/CMakeCache.txt"',
+)
 
 
-@pytest.mark.parametrize("routing", p2p_cases.ROUTINGS)
-def test_drawn_ids_are_distinct_and_new_for_each_draw_and_seed(routing):
-    first, second = draws(routing)
-    assert all(len(set(row)) == TOP_K for row in first.tolist())
-    assert first.min() >= 0
-    assert first.max() < EXPERTS
-    assert (first != second).any()
-    assert (first != draws(routing, seed=4)[0]).any()
-    np.testing.assert_array_equal(first, draws(routing)[0])
+def kernels_report(**changes):
+    check = {"shape": "tiny", "product": "down", "element": "bf16"}
+    check |= {"difference": 0.001, "wrote_past": 0, "wrong": 0}
+    row = {"case": "mid", "product": "fp8 down", "us": 175.2, "cublas_us": 300.0}
+    row |= {"ratio": 0.584, "tflops": 784.0, "wrong": 0} | changes
+    return {"device": "NVIDIA H200", "count": 1, "checks": [check], "results": [row]}
 
 
-def test_zipf_has_the_same_favourites_in_every_draw():
-    popular = [np.bincount(ids.reshape(-1), minlength=EXPERTS) for ids in draws("zipf")]
-    uniform = np.bincount(draws("uniform")[0].reshape(-1))
-    assert popular[0].argmax() == popular[1].argmax()
-    assert popular[0].max() > 3 * popular[0].mean()
-    assert uniform.max() < 1.3 * uniform.mean()
+def rows_report(**changes):
+    row = {"weights": "fp8", "rows": 16, "any_us": 176.1, "few_us": 173.8}
+    row |= {"ratio": 0.987, "different": 0} | changes
+    return {"device": "NVIDIA H200", "count": 1, "results": [row]}
 
 
-@pytest.mark.parametrize("routing", p2p_cases.ROUTINGS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bytes_are_those_of_the_busiest_rank(routing, ranks):
-    ids = draws(routing)[0]
-    sent, received, rows = np.zeros((3, ranks), int)
-    tokens = len(ids) // ranks
-    for token, experts in enumerate(ids.tolist()):
-        source = token // tokens
-        owners = [expert // (EXPERTS // ranks) for expert in experts]
-        for rank in set(owners) - {source}:
-            sent[source] += 1
-            received[rank] += 1
-        for rank in owners:
-            rows[rank] += 1
-    busiest = max(sent.max(), received.max())
-    assert p2p_cases.remote_rows(ids, ranks, EXPERTS) == busiest
-    assert p2p_cases.most_rows(ids, ranks, EXPERTS) == rows.max()
-    wire = p2p_cases.wire([ids], ranks, EXPERTS, 32, 100.0)
-    assert wire["bytes"] == busiest * 32
-    assert wire["floor_us"] == pytest.approx(busiest * 32 / 1e5)
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(
+    ("module", "report", "field"),
+    [(grouped_kernels, kernels_report, "wrong"), (few_rows, rows_report, "different")],
+    ids=["grouped_kernels", "few_rows"],
+)
+def test_matmuls(module, report, field, wrong, compiler, tmp_path, capsys):
+    compiler(
+        "nvcc", json.dumps(report(**{field: wrong})), f'echo "$given" >{tmp_path}/given'
+    )
+    results = tmp_path / "results"
+    assert module.main(["--results", str(results)]) == wrong
+    given = (tmp_path / "given").read_text().split()
+    assert {str(module.SOURCE), "-gencode=arch=compute_90a,code=sm_90a"} <= set(given)
+    assert written(results)["results"][0][field] == wrong
+    assert (field.upper() in capsys.readouterr().out) == bool(wrong)
 
 
-def test_capacity_holds_the_fullest_rank_of_all_draws():
-    found = draws("zipf")
-    needed = max(p2p_cases.most_rows(ids, 4, EXPERTS) for ids in found)
-    rows = p2p_cases.recv_capacity(found, 4, 512, TOP_K, EXPERTS, "zipf")
-    assert needed <= rows < needed + 128
-    uniform = draws("uniform")
-    rows = p2p_cases.recv_capacity(uniform, 4, 512, TOP_K, EXPERTS, "uniform")
-    assert rows == 1.25 * 512 * TOP_K
+def test_grouped_kernels_have_the_sizes_of_grouped():
+    """The C++ programs have the same sizes as grouped."""
+    text = grouped_kernels.SIZES.read_text()
+    found = dict(re.findall(r'\{"([\w-]+)", ([\d, ]+)\}', text))
+    assert tuple(found) == grouped_kernels.CASES
+    for name, case in grouped.CASES.items():
+        assert tuple(map(int, found[name].split(","))) == tuple(case)
 
 
-def dense_rows(ids, tokens, ranks):
-    """Every rank's rows, by expert, source, token and k in order, and group sizes."""
-    local = EXPERTS // ranks
-    flat = ids.reshape(-1)
-    rows = [tokens[np.flatnonzero(flat == e) // TOP_K] for e in range(EXPERTS)]
-    sizes = [len(each) for each in rows]
-    by_rank = [
-        np.concatenate(rows[rank * local : (rank + 1) * local]) for rank in range(ranks)
+def test_window_kernels(compiler, tmp_path):
+    lines = ["4 x NVIDIA H200, seed 7", "checked T 1, sms 0: right"]
+    lines += [
+        "call T sms us GB/s floor us",
+        "cached dispatch 1024 24 139.2 287.3 113.0",
     ]
-    return by_rank, np.array(sizes)
+    compiler("nvcc", "\n".join([*lines, ""]))
+    words = ["--record", "--results", str(tmp_path / "results"), "--tokens", "1024"]
+    assert window_kernels.main(words) == 0
+    record = written(tmp_path / "results")
+    assert (record["count"], record["device"], record["seed"]) == (4, "NVIDIA H200", 7)
+    (row,) = record["results"]
+    assert (row["call"], row["us"]) == ("cached dispatch", 139.2)
 
 
-@pytest.mark.parametrize("updates", ragged.UPDATES)
-def test_ragged_path_equals_the_dense_formula(mesh, updates):
-    rng = np.random.default_rng(5)
-    ranks, n = mesh.size, 7
-    tokens = rng.standard_normal((ranks * n, HIDDEN)).astype(np.float32)
-    weights = rng.standard_normal((ranks * n, TOP_K)).astype(np.float32)
-    capacity = ranks * n * TOP_K + 5
-    scale = rng.standard_normal(EXPERTS).astype(np.float32)
-
-    def layer(tokens, ids, weights, scale):
-        rows, sizes, way = ragged.dispatch(
-            tokens,
-            ids,
-            axis="ep",
-            experts=EXPERTS,
-            rows=capacity,
-            updates=updates,
-            exchange=ragged.reference_exchange,
-        )
-        expert = jnp.repeat(scale, sizes, total_repeat_length=capacity)
-        y = ragged.combine(
-            rows * expert[:, None],
-            way,
-            weights,
-            axis="ep",
-            exchange=ragged.reference_exchange,
-        )
-        return rows, sizes, y
-
-    spec = P("ep")
-    run = jax.shard_map(
-        layer, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    run = jax.jit(run)
-    for experts_used in (EXPERTS, 3):
-        shape = (ranks * n, experts_used)
-        ids = np.argsort(rng.random(shape))[:, :TOP_K].astype(np.int32)
-        rows, sizes, y = map(np.asarray, run(tokens, ids, weights, scale))
-        expected_rows, expected_sizes = dense_rows(ids, tokens, ranks)
-        np.testing.assert_array_equal(sizes, expected_sizes)
-        rows = rows.reshape(ranks, capacity, HIDDEN)
-        for found, expected in zip(rows, expected_rows, strict=True):
-            np.testing.assert_array_equal(found[: len(expected)], expected)
-        expected_y = np.einsum("tk,tk,th->th", weights, scale[ids], tokens)
-        np.testing.assert_allclose(y, expected_y, rtol=1e-5, atol=1e-5)
+def test_cpu_steps(compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_steps, "BUILD", tmp_path / "build")
+    (newest,) = recording.RESULTS.glob("cpu-*.json")
+    report = json.loads(newest.read_text())
+    del report["compiler"]
+    compiler("cmake", json.dumps(report), *FOLDER)
+    cores = os.sched_getaffinity(0)
+    cpu_steps.main(["--results", str(tmp_path / "results")])
+    assert os.sched_getaffinity(0) == cores
+    assert written(tmp_path / "results")["compiler"] == "made up 1.0"
 
 
-def test_measured_transport_is_right_and_says_so(case, other):
-    rows = p2p_transports.measure_transport(SPEC, case, other, "collective", None)
-    assert [row["op"] for row in rows] == ["dispatch", "combine"]
-    for row in rows:
-        assert row["wrong"] is False
-        assert row["differences"] == {}
-        assert row["calls"] % SPEC["unrolled"] == 0
-        assert 0 < row["us_least"] <= row["us"] <= row["us_most"]
-        assert row["gb_s"] == row["bytes"] / row["us"] / 1e3
-        # A single rank sends nothing.
-        assert row["of_peak"] == (row["floor_us"] / row["us"] or None)
+def test_fuzz(compiler, tmp_path, capsys):
+    told = {"executions": 31, "edges": 5, "seconds": 2.0, "cpu_seconds": 1.5}
+    compiler("cmake", json.dumps(told), *FOLDER)
+    words = ["--minutes", "0.1", "--build", str(tmp_path / "build"), "--seed", "5"]
+    assert fuzz.main(words) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"seed 5: {31 * len(fuzz.TARGETS)} executions in 0 min" in last
+    assert last.endswith("by tests/cc/fuzz/driver.cc, 0 targets failed")
 
 
-def test_one_rank_sends_nothing():
-    case = p2p_transports.make_case(helpers.make_mesh(1), SPEC, 6, "uniform", False)
-    other = p2p_transports.reference(case)
-    rows = p2p_transports.measure_transport(SPEC, case, other, "collective", None)
-    other.ep.close()
-    assert [row["bytes"] for row in rows] == [0, 0]
-    # Pretends that rows are p2p's, which CPUs cannot measure.
-    rows = p2p_report.formats([row | {"transport": "p2p"} for row in rows])
-    assert [(row["us_ratio"], row["recovered"]) for row in rows] == [(1.0, None)] * 2
+# ---- All of them ---------------------------------------------------------------------
+
+HERE = {
+    *(module for module, *_ in TINY.values()),
+    *(cpu_steps, few_rows, format_errors, fuzz, grouped_kernels, lockstep_run, nodes),
+    *(soak, soak_processes, window_kernels),
+}
+# Run by those above.
+WORKERS = {
+    *("layers.worker", "overlap.worker", "calls.nodes_process"),
+    *("calls.options_worker", "calls.host_time_worker"),
+}
+# Tested by .ci/run or in their own files.
+ELSEWHERE = {"tools.build_wheels", "tools.release_notes"}
 
 
-def altered(array, entry):
-    """`array` with one bit of one entry flipped."""
-    host = np.array(array)
-    host.reshape(-1).view(f"u{host.dtype.itemsize}")[entry] ^= 1
-    return jax.device_put(host, array.sharding)
-
-
-def test_wrong_results_of_a_measured_transport_are_seen(case, other):
-    other.name = "altered"  # so that a second handle is measured and compared
-    other.combined[1] = altered(other.combined[1], -1)
-    other.dispatched[2] = dataclasses.replace(
-        other.dispatched[2], tokens=altered(other.dispatched[2].tokens, 0)
-    )
-    rows = p2p_transports.measure_transport(SPEC, case, other, "collective", None)
-    dispatch, combine = rows
-    assert dispatch["wrong"] is combine["wrong"] is True
-    assert dispatch["differences"] == {"tokens": 1, "y": 1}
-    assert combine["differences"] == {
-        "tokens": 1,
-        "y": 1,
-        "checksum of the timed calls": 1,
+def test_no_benchmark_is_left_out():
+    """A new benchmark must be tested here, too."""
+    found = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("benchmarks", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text()
     }
+    workers = {f"benchmarks.{name}" for name in WORKERS}
+    assert found == workers | ELSEWHERE | {module.__name__ for module in HERE}
 
 
-@pytest.mark.parametrize("field", ["row_offsets", "src_info", "router_weights"])
-def test_comparison_sees_one_bit(mesh, case, other, field):
-    d = other.dispatched[0]
-    changed = dataclasses.replace(d, **{field: altered(getattr(d, field), 0)})
-    found = p2p_check.dispatched(mesh, case.config, d, changed)
-    assert found == {field: 1}
+PYTHON = """#!/bin/bash
+printf '%s\\n' "$(printf '%q ' "$@")" >>{said}
+"""
 
 
-@pytest.mark.parametrize("field", ["slot_of", "row_of", "row_slot", "slot_counts"])
-def test_comparison_sees_one_bit_of_the_route(mesh, case, other, field):
-    d = other.dispatched[0]
-    route = dataclasses.replace(d.route, **{field: altered(getattr(d.route, field), 0)})
-    found = p2p_check.dispatched(
-        mesh, case.config, d, dataclasses.replace(d, route=route)
-    )
-    assert found == {field: 1}
-
-
-@pytest.mark.parametrize("tie", ["data", "barrier"])
-def test_a_program_makes_every_call_with_its_own_draw(mesh, tie):
-    ranks = mesh.size
-    seen = []
-
-    def note(value):
-        seen.append(int(value))
-
-    def step(first, rest, shared):
-        jax.debug.callback(note, first[0], ordered=False)
-        return [first + shared.astype(first.dtype)]
-
-    sharded = functools.partial(
-        jax.device_put, device=jax.sharding.NamedSharding(mesh, P("ep"))
-    )
-    values = [sharded(np.full(ranks, 10 * draw, np.int32)) for draw in range(1, 4)]
-    operation = p2p_programs.Operation(
-        step, [(value, ()) for value in values], sharded(np.full(ranks, 7, np.int32))
-    )
-    program = p2p_programs.compiling(mesh, operation, 5, 3, tie)()
-    checksum = np.asarray(program.run())
-    jax.effects_barrier()
-    assert program.calls == 15
-    assert sorted(seen) == sorted([10, 20, 30, 10, 20] * 3 * ranks)
-    last = [p2p_programs.last_elements(mesh)(value + 7) for value in values]
-    np.testing.assert_array_equal(
-        checksum, p2p_programs.expected_checksum(program, last)
-    )
-    np.testing.assert_array_equal(checksum, 3 * (17 + 27 + 37 + 17 + 27))
-
-
-def test_bytes_are_those_of_the_formats(mesh):
-    formats = {"format": "nvfp4", "combine_format": "fp8_block128"}
-    spec = SPEC | {"hidden": 256} | formats
-    case = p2p_transports.make_case(mesh, spec, 6, "uniform", defaults=False)
-    rows = case.facts["bytes"] / 512
-    assert case.wires["dispatch"]["bytes"] == rows * (128 + 16)
-    assert case.wires["combine"]["bytes"] == rows * (256 + 8)
-    other = p2p_transports.reference(case)
-    rows = p2p_transports.measure_transport(spec, case, other, "collective", None)
-    assert [row["bytes"] for row in rows] == [w["bytes"] for w in case.wires.values()]
-    assert not any(row["wrong"] for row in rows)
-    other.ep.close()
-
-
-@pytest.mark.parametrize("updates", ragged.UPDATES)
-def test_ragged_path_has_the_dense_gradients(mesh, updates):
-    rng = np.random.default_rng(6)
-    n = 5 * mesh.size
-    ids = np.argsort(rng.random((n, EXPERTS)))[:, :TOP_K].astype(np.int32)
-    tokens = rng.standard_normal((n, HIDDEN)).astype(np.float32)
-    weights = rng.standard_normal((n, TOP_K)).astype(np.float32)
-    scale = rng.standard_normal(EXPERTS).astype(np.float32)
-    options = {"axis": "ep", "exchange": ragged.reference_exchange}
-    rows = n * TOP_K + 3
-
-    def layer(tokens, ids, weights, scale):
-        sparse, sizes, way = ragged.dispatch(
-            tokens, ids, experts=EXPERTS, rows=rows, updates=updates, **options
-        )
-        expert = jnp.repeat(scale, sizes, total_repeat_length=rows)
-        return ragged.combine(
-            jnp.sin(sparse) * expert[:, None], way, weights, **options
-        )
-
-    run = jax.shard_map(
-        layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
-    )
-
-    def dense(tokens, ids, weights, scale):
-        return jnp.einsum("nk,nk,nh->nh", weights, scale[ids], jnp.sin(tokens))
-
-    def loss(function, *operands):
-        return jnp.sum(function(*operands) ** 2)
-
-    operands = (tokens, ids, weights, scale)
-    both = (
-        jax.jit(jax.grad(functools.partial(loss, f), argnums=(0, 2, 3)))(*operands)
-        for f in (run, dense)
-    )
-    for got, want in zip(*both, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_what_records_on_gpus_is_understood(gpus, tmp_path, monkeypatch):
+    """The programs accept all commands of record_gpu.sh, except sanitize.sh's."""
+    folder, said = tmp_path / "bin", tmp_path / "said"
+    folder.mkdir()
+    names = "\n".join(["echo NVIDIA Made Up"] * gpus)
+    scripts = {"nvidia-smi": names, "python": PYTHON.format(said=said)}
+    for name, text in scripts.items():
+        path = folder / name
+        path.write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    script = ROOT / "tools" / "record_gpu.sh"
+    steps = re.search(r"Steps: (.*?)\.", script.read_text().replace("\n#", ""))[1]
+    steps = [step for step in steps.split() if step != "sanitize"]
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", "python")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    subprocess.run([str(script), *steps], check=True, stdout=subprocess.DEVNULL)
+    commands = [shlex.split(line) for line in said.read_text().splitlines()]
+    assert len(commands) >= len(steps)
+    for option, name, *words in commands:
+        assert option == "-m"
+        if name == "pytest":
+            continue
+        (module,) = (m for m in HERE if m.__name__ == name)
+        module.parse(words)

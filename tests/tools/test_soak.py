@@ -80,7 +80,7 @@ def run(monkeypatch, folder, n, calls=1, minutes=None, options=()):
 def test_right_calls_pass(monkeypatch, tmp_path) -> None:
     """For some seconds two threads, one with an option, run beside one that compiles.
 
-    test_benchmark_tiny.py has the other options.
+    test_benchmarks.py has the other options.
     """
     names = ("fp8",)
     status, record = run(monkeypatch, tmp_path, 300, 10**6, SECONDS / 60, names)

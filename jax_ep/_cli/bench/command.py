@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import shlex
@@ -12,6 +11,7 @@ import sys
 from typing import Any
 
 from jax_ep._cli.bench import cuda, draw, measure, report
+from jax_ep._cli.bench import record as run_record
 from jax_ep._cli.bench.compare import compare, read_record
 from jax_ep._cli.text import complain
 from jax_ep._cli.values import (
@@ -182,8 +182,8 @@ def _measure(args: argparse.Namespace) -> int:
     code = 1 if report.failures(record) else 0
     written = True
     if args.json is not None:
-        text = json.dumps(record, indent=1) + "\n"
-        written &= write_file(args.json, lambda path: path.write_text(text))
+        made = run_record.text(record)
+        written &= write_file(args.json, lambda path: path.write_text(made))
     if args.plot is not None:
         written &= write_file(args.plot, lambda path: draw.save(record, path))
     return code if written else 1

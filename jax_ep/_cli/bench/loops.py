@@ -304,5 +304,4 @@ def measure(
         "calls": program.calls,
         "unrolled": program.unrolled,
         "tie": program.tie,
-        "opcodes": program.opcodes,
     }, ({} if right else {"checksum of the timed calls": 1})

@@ -228,8 +228,8 @@ def measure(
         flags={},
     )
     found = run.record
-    found["peak_gb_s"], found["peak"] = (None, {}) if plan.here else find_peak()
-    if peak := found["peak"]:  # else there are no GPUs
+    found["peak_gb_s"], peak = (None, {}) if plan.here else find_peak()
+    if peak:  # else there are no GPUs
         found |= {"device": peak["device"], "count": int(peak["count"])}
         gb_s = found["peak_gb_s"]
         shown = f"{gb_s:.1f} GB/s per GPU" if gb_s else "not measured"

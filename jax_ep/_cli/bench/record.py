@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
+import json
 import os
 import pathlib
 import subprocess
@@ -45,6 +47,31 @@ def date() -> str:
     return datetime.date.today().isoformat()
 
 
+def libraries() -> dict[str, str]:
+    """Returns the versions of cuDNN, cuBLAS and NCCL in JAX's wheels, if there are."""
+    found = {}
+    for name in ("cudnn", "cublas", "nccl"):
+        for package in (f"nvidia-{name}", f"nvidia-{name}-cu13", f"nvidia-{name}-cu12"):
+            try:
+                found[name] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            break
+    return found
+
+
+def text(record: dict[str, Any]) -> str:
+    """Formats a record as JSON, with a line for each entry and for each row."""
+    lines = []
+    for name, value in record.items():
+        shown = json.dumps(value)
+        if isinstance(value, list) and any(isinstance(row, dict) for row in value):
+            rows = ",\n  ".join(json.dumps(row) for row in value)
+            shown = f"[\n  {rows}\n ]"
+        lines.append(f" {json.dumps(name)}: {shown}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 class Run:
     """A record that workers fill until the time is over."""
 
@@ -75,6 +102,7 @@ class Run:
             "device": "unknown",
             "count": 0,
             "driver": driver(),
+            "libraries": libraries(),
             "commit": commit(root or _PACKAGE.parent),
             "date": date(),
             "seed": seed,
