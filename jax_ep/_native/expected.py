@@ -1,4 +1,4 @@
-# Written by .ci/table_stubs.py.
+# Written by .ci/fingerprints.py.
 """The fingerprints of the native modules that this Python code is for."""
 
 FINGERPRINTS = {

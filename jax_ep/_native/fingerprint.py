@@ -33,7 +33,7 @@ def made_of(names: Iterable[str], tables: Any, formats: Any) -> str:
 def mismatch(module: ModuleType) -> str | None:
     """Returns what a module must have and has, or None if it fits."""
     found = of(module)
-    # Empty while .ci/table_stubs.py writes them.
+    # Empty while .ci/fingerprints.py writes them.
     wanted = expected.FINGERPRINTS.get(module.__name__.rpartition(".")[2], found)
     if found == wanted:
         return None

@@ -2,8 +2,8 @@
 
 A table has a row for each operand, result and attribute of a target. The native module
 makes it from the table that its handlers decode calls with
-(xla_ffi/ffi/operand_table.h). tables.pyi has the types of targets, and is written by
-`.ci/table_stubs.py`.
+(xla_ffi/ffi/operand_table.h). Type checkers see neither targets nor results: `call`
+itself requires operands and attributes of the right names.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -55,7 +55,10 @@ class DispatchInputs(NamedTuple):
 
 # What a dispatch returns: at the expert rank, with `slot_of` and `num_invalid` at the
 # source rank. The fields are those of `Dispatched` and `Route` with the same names.
-Arrived = tables.Dispatch
+if TYPE_CHECKING:
+    Arrived = Any  # made from the native table, which type checkers do not see
+else:
+    Arrived = tables.Dispatch
 
 
 class CombineInputs(NamedTuple):

@@ -307,7 +307,9 @@ def _one(after: Token) -> jax.Array:
     return token
 
 
-def _dispatch_operands(inputs: DispatchInputs, after: Token) -> tables.DispatchOperands:
+def _dispatch_operands(
+    inputs: DispatchInputs, after: Token
+) -> dict[str, jax.Array | None]:
     return {
         "tokens": inputs.tokens,
         "topk_ids": inputs.topk_ids,

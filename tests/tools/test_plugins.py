@@ -182,7 +182,7 @@ def test_loaded_modules_fit(name: str) -> None:
     if module is None:
         pytest.skip(f"nothing here has _native_{name}")
     wanted = expected.FINGERPRINTS[f"_native_{name}"]
-    assert fingerprint.of(module) == wanted, "run .ci/table_stubs.py"
+    assert fingerprint.of(module) == wanted, "run .ci/fingerprints.py"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_stubs_list_the_names_of_the_modules(name: str, sources: list[str]) -> N
     """Fingerprints of modules that are not built here are made from their stubs."""
     text = "".join((ROOT / "xla_ffi" / source).read_text() for source in sources)
     names = set(re.findall(r"m\.(?:def|attr)\(\s*\"(\w+)\"", text))
-    stubs = runpy.run_path(str(ROOT / ".ci" / "table_stubs.py"))
+    stubs = runpy.run_path(str(ROOT / ".ci" / "fingerprints.py"))
     assert set(stubs["names_of"](f"_native_{name}")) == names
 
 
