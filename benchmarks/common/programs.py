@@ -17,10 +17,10 @@ def _ending():
 
 
 def build(source, *flags, arch="sm_90"):
-    """Builds the program of a .cu file; returns its path and nvcc's version."""
+    """Builds the program of a .cu file; returns its path."""
     words = ("-I", str(recording.ROOT / "xla_ffi"), *flags)
     with _ending():
-        return cuda.build(cuda.find_nvcc(), pathlib.Path(source), *words, arch=arch)
+        return cuda.build(cuda.find_nvcc(), pathlib.Path(source), *words, arch=arch)[0]
 
 
 def report(program, words, limit):

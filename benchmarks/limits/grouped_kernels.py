@@ -38,7 +38,7 @@ def build(source=SOURCE):
     matmul = KERNELS / "matmul"
     sources = [*matmul.glob("*.cu"), *matmul.glob("*.cc"), KERNELS / "memory/driver.cc"]
     words = ("-I", str(source.parent), "--fmad=false", *map(str, sources), "-ldl")
-    return programs.build(source, *words, arch="sm_90a")[0]
+    return programs.build(source, *words, arch="sm_90a")
 
 
 def cublas():
