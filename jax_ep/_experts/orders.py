@@ -1,4 +1,4 @@
-"""The orders in which other libraries keep experts' weights, and how to turn them.
+"""The orders in which other libraries keep experts' weights, and the way to ours.
 
 jax_ep takes gate and up as `[L, H, 2, F]`, gate first, and down as `[L, F, H]`. A shape
 may fit another order. What it does not tell, such as whether gate and up alternate,
@@ -43,23 +43,23 @@ def _remedy(
     if len(down) != 2:
         return ""
     names = f"{prefix}gate_up", f"{prefix}down"
-    found = []  # for each order of down that fits: whether to turn it, and gate_up
-    for turn in (False, True):
-        inner, wide = down[::-1] if turn else down
+    found = []  # for each order of down that fits: whether to transpose it, and gate_up
+    for transposed in (False, True):
+        inner, wide = down[::-1] if transposed else down
         ways = _of_gate_up(names[0], letter, gate_up, inner, wide, lead)
         if hidden in (None, wide) and ways:
-            found.append((turn, ways))
+            found.append((transposed, ways))
     if not found:
         return ""
     each = dict.fromkeys(way for _, ways in found for way in ways if way)
     steps = [", or ".join(each)] if each else []
     order = f"[{'L, ' * lead}{letter}, H]"
-    turned = f"transpose {names[1]} to {order} with {names[1]}.{_SWAPPED}"
-    turns = [turn for turn, _ in found]
-    if turns == [True]:
-        steps.append(turned)
-    elif len(turns) == 2 and each:
-        steps.append(f"{turned} if it is [{'L, ' * lead}H, {letter}]")
+    of_down = f"transpose {names[1]} to {order} with {names[1]}.{_SWAPPED}"
+    fitting = [transposed for transposed, _ in found]
+    if fitting == [True]:
+        steps.append(of_down)
+    elif len(fitting) == 2 and each:
+        steps.append(f"{of_down} if it is [{'L, ' * lead}H, {letter}]")
     return ", and ".join(steps)
 
 
@@ -70,9 +70,9 @@ def _of_gate_up(
     before = "L, " * lead
     if shape == (wide, 2, inner):
         return [""]
-    plain, turned = shape == (wide, 2 * inner), shape == (2 * inner, wide)
-    if plain or turned:
-        if turned:
+    plain, transposed = shape == (wide, 2 * inner), shape == (2 * inner, wide)
+    if plain or transposed:
+        if transposed:
             fused = f"[{before}2{letter}, H]"
             when = f", if it is {fused} as in PyTorch," if plain else f" of {fused}"
             first = f"transpose {name}{when} with {name}.{_SWAPPED}, then reshape it"

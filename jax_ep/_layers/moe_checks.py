@@ -531,18 +531,18 @@ def _joined(params: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
     )
     both = {n: as_array("moe_ffn", f"params[{n!r}]", params[n]) for n in given}
     gate, up = both.values()
-    turned = [
+    transposed = [
         name
         for name, matrix in both.items()
         if matrix.ndim == 3 and matrix.shape[1] != hidden == matrix.shape[2]
     ]
-    how = " and ".join(f"{name}.swapaxes(1, 2)" for name in turned)
+    how = " and ".join(f"{name}.swapaxes(1, 2)" for name in transposed)
     _require(
-        gate.ndim == 3 and gate.shape == up.shape and not turned,
+        gate.ndim == 3 and gate.shape == up.shape and not transposed,
         rule=f"gate and up must both be [L, H, F] with H = {hidden}",
         value=f"{gate.shape} and {up.shape}",
         remedy=f"transpose what is [L, F, H]: pass {how}"
-        if turned
+        if transposed
         else "give both the same F",
     )
     rest = {name: value for name, value in params.items() if name not in given}

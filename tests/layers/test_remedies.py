@@ -35,7 +35,7 @@ def by_turns(gate_up):
     return side_by_side(gate_up.swapaxes(-2, -1))
 
 
-def turned(matrix):
+def transposed(matrix):
     return matrix.swapaxes(-2, -1)
 
 
@@ -45,13 +45,13 @@ ORDERS = {
     "columns": (side_by_side, None, [HALVES]),
     "gpt_oss": (by_turns, None, [ALTERNATE]),
     "transformers": (
-        lambda w: turned(side_by_side(w)),
-        turned,
+        lambda w: transposed(side_by_side(w)),
+        transposed,
         [TURN, HALVES, TURN_DOWN],
     ),
     "rows_by_turns": (
-        lambda w: turned(by_turns(w)),
-        turned,
+        lambda w: transposed(by_turns(w)),
+        transposed,
         [TURN, ALTERNATE, TURN_DOWN],
     ),
     "two_first": (
@@ -59,13 +59,13 @@ ORDERS = {
         None,
         ["gate_up.transpose(0, 2, 1, 3)"],
     ),
-    "two_last": (turned, None, ["gate_up.transpose(0, 1, 3, 2)"]),
+    "two_last": (transposed, None, ["gate_up.transpose(0, 1, 3, 2)"]),
     "linear": (
         lambda w: w.transpose(0, 2, 3, 1),
-        turned,
+        transposed,
         ["gate_up.transpose(0, 3, 1, 2)", TURN_DOWN],
     ),
-    "down": (None, turned, [TURN_DOWN]),
+    "down": (None, transposed, [TURN_DOWN]),
 }
 
 
@@ -151,11 +151,11 @@ def test_orders_of_a_shared_expert(name):
 
 
 @pytest.mark.parametrize("names", [("gate", "up"), ("up",)], ids="-".join)
-def test_gate_and_up_that_are_turned(names):
+def test_gate_and_up_that_are_transposed(names):
     right = moe_dense.params(shared=False)
     both = right.pop("gate_up")
     right |= {"gate": both[:, :, 0], "up": both[:, :, 1]}
-    wrong = right | {name: turned(right[name]) for name in names}
+    wrong = right | {name: transposed(right[name]) for name in names}
     check(wrong, right, [f"{name}.swapaxes(1, 2)" for name in names])
 
 
@@ -173,7 +173,7 @@ def test_a_router_that_is_split_is_told_to_be_whole():
     assert str(caught.value).endswith("; replicate it over all axes")
 
 
-def test_a_router_that_is_turned():
+def test_a_router_that_is_transposed():
     right = moe_dense.params(shared=False, experts=16, hidden=16)
     right["router"] = right["router"][:, :12]
     right |= {name: right[name][:12] for name in ("gate_up", "down")}
