@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks, errors, threads
-from jax_ep._experts import biases, of_codes, of_rows, select
+from jax_ep._experts import biases, of_quantized, of_rows, select
 from jax_ep._experts.activations import Activation as Activation
 from jax_ep._experts.interface import Case
-from jax_ep._experts.of_codes import prepare as prepare
-from jax_ep._experts.of_codes import quantize_weights as quantize_weights
+from jax_ep._experts.of_quantized import prepare as prepare
+from jax_ep._experts.of_quantized import quantize_weights as quantize_weights
 from jax_ep._experts.of_rows import Padded as Padded
 from jax_ep._experts.quantized import QuantizedWeights as QuantizedWeights
 
@@ -39,7 +39,7 @@ _Marked = TypeVar("_Marked", bound=Callable[..., Any])
 auto = of_rows.Auto()
 ragged_dot = of_rows.RaggedDot()
 hopper = of_rows.Hopper()
-fp8 = of_codes.Fp8()
+fp8 = of_quantized.Fp8()
 
 
 def takes_dispatched(experts: _Marked) -> _Marked:
@@ -105,8 +105,8 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
     )
     columns = rows.shape[1]
     case = Case(jax.local_devices()[0], rows.dtype.name, columns, columns)
-    how = of_rows.first(case).how(case)
-    return biases.add(rows, bias, group_sizes, how)
+    products = of_rows.first(case).products(case)
+    return biases.add(rows, bias, group_sizes, products)
 
 
 def auto_is_hopper(

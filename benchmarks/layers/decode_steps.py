@@ -96,10 +96,10 @@ def bytes_of_expert(weights):
     """Returns the bytes of weights that a step reads for an expert that is hit."""
     if not isinstance(weights, experts.QuantizedWeights):
         arrays = weights
-    elif weights.gate_up_turned is None:
+    elif weights.gate_up_transposed is None:
         arrays = jax.tree.leaves(weights)
     else:
-        arrays = [weights.gate_up_turned, weights.down_turned]
+        arrays = [weights.gate_up_transposed, weights.down_transposed]
         if weights.format == "fp8_block128":  # tiles of other formats hold their scales
             arrays += [weights.gate_up_scales, weights.down_scales]
     return sum(array.nbytes for array in arrays) // len(arrays[0])

@@ -76,25 +76,26 @@ BOUNDS = {"hopper": 0.02, "fp8": 0.25}
 class Tokamax:
     """tokamax's ragged dot, with the implementation that it chooses."""
 
-    def rows(self, rows, matrices, sizes, transposed):
-        contracting = ((1,), (2 if transposed else 1,))
-        return self._general(rows, matrices, sizes, contracting, [0])
+    def fprop(self, rows, matrices, sizes):
+        return self._general(rows, matrices, sizes, ((1,), (1,)), [0])
 
-    def outer(self, left, right, sizes, dtype):
-        return self._general(left, right, sizes, ((0,), (0,)), []).astype(dtype)
+    def dgrad(self, cotangents, matrices, sizes):
+        return self._general(cotangents, matrices, sizes, ((1,), (2,)), [0])
 
-    def _general(self, left, right, sizes, contracting, groups):
+    def wgrad(self, rows, cotangents, sizes, dtype):
+        return self._general(rows, cotangents, sizes, ((0,), (0,)), []).astype(dtype)
+
+    def _general(self, a, b, sizes, contracting, groups):
         import tokamax
 
         numbers = jax.lax.RaggedDotDimensionNumbers(
             (contracting, ((), ())), [0], groups
         )
-        return tokamax.ragged_dot_general(left, right, sizes, numbers)
+        return tokamax.ragged_dot_general(a, b, sizes, numbers)
 
 
 def products(op, groups):
-    """Returns the ways of one matmul by name, functions of (left, right, sizes)."""
-    transposed = op == "to rows"
+    """Returns the ways of one matmul by name, functions of (a, b, sizes)."""
     hopper = grouped.Hopper()
     ragged = grouped.Ragged(None)
 
@@ -103,12 +104,12 @@ def products(op, groups):
         if op == "to matrices":
             w = w[: len(w) // groups * groups].reshape(groups, -1, w.shape[1])
             return jnp.einsum("gna,gnb->gab", x, w)
-        return jnp.einsum("gna,gba->gnb" if transposed else "gna,gab->gnb", x, w)
+        return jnp.einsum("gna,gba->gnb" if op == "to rows" else "gna,gab->gnb", x, w)
 
-    def by(how):
+    def by(way):
         if op == "to matrices":
-            return lambda x, y, sizes: how.outer(x, y, sizes, x.dtype)
-        return lambda x, w, sizes: how.rows(x, w, sizes, transposed)
+            return lambda x, y, sizes: way.wgrad(x, y, sizes, x.dtype)
+        return way.dgrad if op == "to rows" else way.fprop
 
     ways = {"hopper": by(hopper), "jax": by(ragged), "batched": batched}
     return ways | {"tokamax": by(Tokamax())} | dict.fromkeys(FLAGS, by(ragged))

@@ -52,11 +52,11 @@ std::vector<int32_t> DrawnTokens(uint64_t rows, std::mt19937_64& random) {
   return sizes;
 }
 
-// Weights of all groups and room for `most` rows, of bfloat16 (Stored) or of codes.
+// Weights of all groups and room for `most` rows, in bfloat16 (Stored) or fp8.
 template <typename Stored>
 class Experts {
  public:
-  static constexpr bool kCodes = sizeof(Stored) == 1;
+  static constexpr bool kFp8 = sizeof(Stored) == 1;
 
   Experts(uint64_t most, std::mt19937_64& random)
       : gate_up_(kGroups * kHidden * 2 * kInner),
@@ -68,7 +68,7 @@ class Experts {
         row_scales_(most * kHidden / kBlock),
         h_scales_(most * kInner / kBlock) {
     for (const auto* each : {&gate_up_, &down_, &rows_}) {
-      if constexpr (kCodes) {
+      if constexpr (kFp8) {
         Filled(FillCodes, *each, random());
       } else {
         Filled(FillNormal, *each, random());
@@ -82,20 +82,20 @@ class Experts {
   void Run(bool few_rows, uint64_t rows, const int32_t* sizes, __nv_bfloat16* out,
            cudaStream_t stream) const {
     ExpertsStep step{};
-    step.codes = kCodes;
+    step.fp8 = kFp8;
     step.element = step.out_element = ElementType::kBFloat16;
-    step.rows = static_cast<int64_t>(rows), step.groups = kGroups;
+    step.m = static_cast<int64_t>(rows), step.groups = kGroups;
     step.hidden = kHidden, step.inner = kInner, step.sizes = sizes;
-    step.left = rows_.get(), step.left_scales = kCodes ? row_scales_.get() : nullptr;
+    step.a = rows_.get(), step.a_scales = kFp8 ? row_scales_.get() : nullptr;
     step.gate_up = gate_up_.get(), step.gate_up_scales = gate_up_scales_.get();
     step.down = down_.get(), step.down_scales = down_scales_.get();
-    step.h = h_.get(), step.h_scales = h_scales_.get(), step.out = out;
-    constexpr auto kGateUp = kCodes ? MatmulKind::kCodeGateUp : MatmulKind::kGateUp;
-    constexpr auto kRows = kCodes ? MatmulKind::kCodeRows : MatmulKind::kRows;
-    using Element = std::conditional_t<kCodes, void, BFloat16>;
+    step.h = h_.get(), step.h_scales = h_scales_.get(), step.d = out;
+    constexpr auto kGateUp = kFp8 ? MatmulKind::kFp8GateUp : MatmulKind::kGateUp;
+    constexpr auto kDown = kFp8 ? MatmulKind::kFp8Matmul : MatmulKind::kFprop;
+    using Element = std::conditional_t<kFp8, void, BFloat16>;
     const MatmulWay gate_up{.few_rows = few_rows}, down{.early = true, .few_rows = few_rows};
     CHECK_CUDA((MultiplyKind<kGateUp, Element>(step.GateUp(), gate_up, stream)));
-    CHECK_CUDA((MultiplyKind<kRows, Element>(step.Down(), down, stream)));
+    CHECK_CUDA((MultiplyKind<kDown, Element>(step.Down(), down, stream)));
   }
 
  private:

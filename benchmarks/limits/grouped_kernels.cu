@@ -28,7 +28,7 @@ namespace {
 
 // Relative to the largest element. Rounding to 16 bits is 2^-9 of an element, to codes 2^-4.
 constexpr double kBound = 0.01;
-constexpr double kCodeBound = 0.07;
+constexpr double kFp8Bound = 0.07;
 constexpr int kSamples = 4096;
 
 // Awkward groups: empty ones, ones around the sizes of tiles, and rows after the last group.
@@ -71,19 +71,19 @@ std::vector<Sample> DrawnSamples(const MatmulStep& step, const std::vector<int32
                                  std::mt19937_64& random) {
   const auto below = [&](int64_t end) { return static_cast<int32_t>(random() % end); };
   std::vector<Sample> samples;
-  const int32_t held = firsts.back();
-  while (held > 0 && samples.size() < kSamples) {
+  const int32_t grouped_rows = firsts.back();
+  while (grouped_rows > 0 && samples.size() < kSamples) {
     Sample sample{};
-    sample.column = below(step.columns);
+    sample.column = below(step.n);
     sample.side = below(2);
-    sample.both = (HasSides(step.kind) || GoesBack(step.kind)) && below(2) == 1;
-    // This kind only writes `to_both`.
-    if (step.kind == MatmulKind::kDownBack) sample.both = true;
-    if (step.kind == MatmulKind::kOuter) {
+    sample.of_gate_up_rows = (HasSides(step.kind) || IsDownDgrad(step.kind)) && below(2) == 1;
+    // This kind only writes `to_gate_up_rows`.
+    if (step.kind == MatmulKind::kDownDgrad) sample.of_gate_up_rows = true;
+    if (step.kind == MatmulKind::kWgrad) {
       sample.group = below(step.groups);
-      sample.row = below(step.left_columns);
+      sample.row = below(step.k);
     } else {
-      sample.row = below(held);
+      sample.row = below(grouped_rows);
       const auto after = std::ranges::upper_bound(firsts, sample.row);
       sample.group = static_cast<int32_t>(after - firsts.begin()) - 1;
     }
@@ -111,11 +111,11 @@ Outcome Compare(Made& made, const std::vector<int32_t>& sizes, std::mt19937_64& 
   CheckSamples<<<static_cast<unsigned>(count + 7) / 8, 256, 0, stream>>>(made.step, first.get(),
                                                                          samples.get(), count);
   CHECK_CUDA(cudaGetLastError());
-  if (made.step.kind != MatmulKind::kOuter) {
-    const uint64_t row_bytes = made.out_bytes / static_cast<uint64_t>(made.step.rows);
-    CountOthers<<<256, 256, 0, stream>>>(static_cast<const uint8_t*>(made.step.out),
+  if (made.step.kind != MatmulKind::kWgrad) {
+    const uint64_t row_bytes = made.d_bytes / static_cast<uint64_t>(made.step.m);
+    CountOthers<<<256, 256, 0, stream>>>(static_cast<const uint8_t*>(made.step.d),
                                          static_cast<uint64_t>(firsts.back()) * row_bytes,
-                                         made.out_bytes, 0xFF, written.get());
+                                         made.d_bytes, 0xFF, written.get());
     CHECK_CUDA(cudaGetLastError());
   }
   CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -134,21 +134,21 @@ Outcome Compare(Made& made, const std::vector<int32_t>& sizes, std::mt19937_64& 
 }
 
 bool Wrong(const Outcome& outcome, const Product& product) {
-  const bool codes = OfCodes(product.kind) && product.kind != MatmulKind::kCodeRows;
-  return !(outcome.difference < (codes ? kCodeBound : kBound)) || outcome.wrote_past;
+  const bool fp8 = IsFp8(product.kind) && product.kind != MatmulKind::kFp8Matmul;
+  return !(outcome.difference < (fp8 ? kFp8Bound : kBound)) || outcome.wrote_past;
 }
 
 void CheckShapes(const Options& options, std::mt19937_64& random, Timer& timer,
                  std::vector<JsonObject>& rows) {
   for (const Shape& shape : kShapes) {
-    const int held = FirstsOf(shape.sizes).back();
+    const int grouped_rows = FirstsOf(shape.sizes).back();
     for (const Product& product : kProducts) {
-      const bool codes = OfCodes(product.kind);
-      if (codes && (shape.hidden % 128 != 0 || shape.inner % 128 != 0)) continue;
+      const bool fp8 = IsFp8(product.kind);
+      if (fp8 && (shape.hidden % 128 != 0 || shape.inner % 128 != 0)) continue;
       if (std::string_view(product.name).find(options.only) == std::string_view::npos) continue;
       for (const ElementType element : {ElementType::kBFloat16, ElementType::kFloat16}) {
-        Made made(product, element, shape.hidden, shape.inner, shape.rows, shape.sizes, held,
-                  random());
+        Made made(product, element, shape.hidden, shape.inner, shape.rows, shape.sizes,
+                  grouped_rows, random());
         const Outcome outcome = Compare(made, shape.sizes, random, timer.stream);
         const bool wrong = Wrong(outcome, product);
         std::fprintf(stderr, "%-12s %-26s %s %.5f%s%s\n", shape.name, product.name,
@@ -172,7 +172,7 @@ void CheckShapes(const Options& options, std::mt19937_64& random, Timer& timer,
 void CheckSums(std::mt19937_64& random, Timer& timer, std::vector<JsonObject>& rows) {
   constexpr int kInner = 256, kHidden = 7168, kRows = 128;
   const std::vector<int32_t> sizes = {kRows};
-  const Product product{"fp8 gate_up to rows", MatmulKind::kCodeRows, true};
+  const Product product{"fp8 gate_up to rows", MatmulKind::kFp8Matmul, true};
   // The product sums over 2 * F.
   Made made(product, ElementType::kBFloat16, kInner, kHidden / 2, kRows, sizes, kRows, random());
   const auto positive = [&](const void* from, int64_t bytes) {
@@ -182,11 +182,11 @@ void CheckSums(std::mt19937_64& random, Timer& timer, std::vector<JsonObject>& r
     CHECK_CUDA(
         cudaMemcpy(const_cast<void*>(from), codes.data(), codes.size(), cudaMemcpyHostToDevice));
   };
-  positive(made.step.left, int64_t{kRows} * kHidden);
-  positive(made.step.right, int64_t{kInner} * kHidden);
+  positive(made.step.a, int64_t{kRows} * kHidden);
+  positive(made.step.b, int64_t{kInner} * kHidden);
   made.step.out_element = ElementType::kFloat32;
   const Memory<float> out(uint64_t{kRows} * kInner);
-  made.step.out = out.get();
+  made.step.d = out.get();
   const std::vector<Sample> drawn = DrawnSamples(made.step, FirstsOf(sizes), random);
   CHECK_CUDA(GroupedMatmul(made.step, timer.stream));
   const Memory<int32_t> first(FirstsOf(sizes));
@@ -211,32 +211,32 @@ struct Yardstick {
   const Cublas& cublas;
   const MatmulStep& step;
   int each;  // rows of a group
-  void* left;
-  void* right;
-  void* out;
+  void* a;
+  void* b;
+  void* d;
 
   void Run(cudaStream_t stream) const {
     const float one = 1, zero = 0;
-    const int k = static_cast<int>(step.left_columns);
-    const int n = static_cast<int>(step.columns) * (HasSides(step.kind) ? 2 : 1);
+    const int k = static_cast<int>(step.k);
+    const int n = static_cast<int>(step.n) * (HasSides(step.kind) ? 2 : 1);
     const int groups = static_cast<int>(step.groups);
     using Long = long long;
     Cublas::Check(cublas.set_stream(cublas.handle, stream), "cublasSetStream");
     // cuBLAS's matrices are column-major, so to it everything is transposed.
-    if (step.kind == MatmulKind::kOuter) {
+    if (step.kind == MatmulKind::kWgrad) {
       Cublas::Check(cublas.multiply(cublas.handle, Cublas::kNone, Cublas::kTransposed, n, k, each,
-                                    &one, right, CUDA_R_16BF, n, Long{each} * n, left, CUDA_R_16BF,
-                                    k, Long{each} * k, &zero, out, CUDA_R_16BF, n, Long{n} * k,
-                                    groups, Cublas::kCompute32F, Cublas::kDefault),
+                                    &one, b, CUDA_R_16BF, n, Long{each} * n, a, CUDA_R_16BF, k,
+                                    Long{each} * k, &zero, d, CUDA_R_16BF, n, Long{n} * k, groups,
+                                    Cublas::kCompute32F, Cublas::kDefault),
                     "cublasGemmStridedBatchedEx");
       return;
     }
-    const bool across = step.kind == MatmulKind::kRows || step.kind == MatmulKind::kGateUp;
+    const bool b_is_mn_major = step.kind == MatmulKind::kFprop || step.kind == MatmulKind::kGateUp;
     Cublas::Check(
-        cublas.multiply(cublas.handle, across ? Cublas::kNone : Cublas::kTransposed, Cublas::kNone,
-                        n, each, k, &one, right, CUDA_R_16BF, across ? n : k, Long{n} * k, left,
-                        CUDA_R_16BF, k, Long{each} * k, &zero, out, CUDA_R_16BF, n, Long{each} * n,
-                        groups, Cublas::kCompute32F, Cublas::kDefault),
+        cublas.multiply(cublas.handle, b_is_mn_major ? Cublas::kNone : Cublas::kTransposed,
+                        Cublas::kNone, n, each, k, &one, b, CUDA_R_16BF, b_is_mn_major ? n : k,
+                        Long{n} * k, a, CUDA_R_16BF, k, Long{each} * k, &zero, d, CUDA_R_16BF, n,
+                        Long{each} * n, groups, Cublas::kCompute32F, Cublas::kDefault),
         "cublasGemmStridedBatchedEx");
   }
 };
@@ -251,16 +251,15 @@ void TimeCase(const Case& each, const Options& options, const Cublas& cublas, Ti
     const Outcome outcome = Compare(made, sizes, random, timer.stream);
     const MatmulStep& step = made.step;
     const uint64_t sides = HasSides(step.kind) ? 2 : 1;
-    const uint64_t k = static_cast<uint64_t>(step.left_columns), n = step.columns * sides;
+    const uint64_t k = static_cast<uint64_t>(step.k), n = step.n * sides;
     const uint64_t count = static_cast<uint64_t>(each.rows), groups = step.groups;
-    const bool outer = step.kind == MatmulKind::kOuter;
-    const Memory<__nv_bfloat16> left(count * k), right(outer ? count * n : groups * k * n);
-    const Memory<__nv_bfloat16> out(outer ? groups * k * n : count * n);
-    Filled(FillNormal, left, random());
-    Filled(FillNormal, right, random());
+    const bool wgrad = step.kind == MatmulKind::kWgrad;
+    const Memory<__nv_bfloat16> a(count * k), b(wgrad ? count * n : groups * k * n);
+    const Memory<__nv_bfloat16> d(wgrad ? groups * k * n : count * n);
+    Filled(FillNormal, a, random());
+    Filled(FillNormal, b, random());
     CHECK_CUDA(cudaDeviceSynchronize());
-    const Yardstick yardstick{cublas,     step,        each.rows / each.groups,
-                              left.get(), right.get(), out.get()};
+    const Yardstick yardstick{cublas, step, each.rows / each.groups, a.get(), b.get(), d.get()};
     const auto ours = [&](cudaStream_t stream) { CHECK_CUDA(GroupedMatmul(step, stream)); };
     const auto theirs = [&](cudaStream_t stream) { yardstick.Run(stream); };
     timer.Burst(ours, 2), timer.Burst(theirs, 2);

@@ -1,1 +1,1 @@
-"""Grouped matmuls, in 16 bits and of codes: XLA's, and kernels for Hopper GPUs."""
+"""Grouped matmuls, in 16 bits and quantised: XLA's, and kernels for Hopper GPUs."""

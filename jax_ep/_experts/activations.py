@@ -72,7 +72,7 @@ def closed(
 
 
 def apply(
-    activation: Activation, gate: jax.Array, up: jax.Array, real: jax.Array
+    activation: Activation, gate: jax.Array, up: jax.Array, has_token: jax.Array
 ) -> jax.Array:
     """Returns `activation(gate, up)` `[N, F]` in their dtype; differentiable.
 
@@ -80,15 +80,15 @@ def apply(
         activation: the user's function.
         gate: `[N, F]`.
         up: `[N, F]`.
-        real: bool `[N]`, False for rows that hold no token, which may hold anything.
-            Their results are unspecified. Rows without a token need not be known: one
+        has_token: bool `[N]`, False for rows that hold no token. These may hold
+            anything, and their results are unspecified. They need not be known: a row
             whose cotangents are all zero is taken for one.
     """
-    axes = frozenset().union(*map(varying, (gate, up, real)))
+    axes = frozenset().union(*map(varying, (gate, up, has_token)))
     found = closed(activation, gate.shape, gate.dtype, axes)
     order = sorted(found.axes)
-    gate, up, real = vary_alike(order, found.axes, gate, up, real)
-    return _apply(found.run, gate, up, found.consts, real)
+    gate, up, has_token = vary_alike(order, found.axes, gate, up, has_token)
+    return _apply(found.run, gate, up, found.consts, has_token)
 
 
 def value(
@@ -96,15 +96,15 @@ def value(
     gate: jax.Array,
     up: jax.Array,
     consts: tuple[jax.Array, ...],
-    real: jax.Array,
+    has_token: jax.Array,
 ) -> jax.Array:
-    """Returns the result of a `Closed`; rows that are not `real` are unspecified."""
-    return run(*_filled(real, gate, up), consts)
+    """Returns the result of a `Closed`; rows without a token are unspecified."""
+    return run(*_filled(has_token, gate, up), consts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(run: Any, gate: Any, up: Any, consts: Any, real: Any) -> jax.Array:
-    return value(run, gate, up, consts, real)
+def _apply(run: Any, gate: Any, up: Any, consts: Any, has_token: Any) -> jax.Array:
+    return value(run, gate, up, consts, has_token)
 
 
 def _apply_forward(run: Any, *given: Any) -> Any:
@@ -124,12 +124,12 @@ def gradients(
     gate: jax.Array,
     up: jax.Array,
     consts: tuple[jax.Array, ...],
-    real: jax.Array,
+    has_token: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
-    """Returns the cotangents of gate, up and consts; see `apply` for `real`."""
-    real = real & jnp.any(cotangent != 0, axis=1)
-    return _known(run, gate, up, consts, real, cotangent)
+    """Returns the cotangents of gate, up and consts; see `apply` for `has_token`."""
+    has_token = has_token & jnp.any(cotangent != 0, axis=1)
+    return _known(run, gate, up, consts, has_token, cotangent)
 
 
 @gradients.defjvp
@@ -140,24 +140,26 @@ def _gradients_jvp(run: Any, primals: Any, tangents: Any) -> Any:
     return gradients(run, *primals), tangent
 
 
-def _known(run: Any, gate: Any, up: Any, consts: Any, real: Any, cotangent: Any) -> Any:
-    """Returns the cotangents; rows that are not `real` take no part."""
-    _, back = jax.vjp(run, *_filled(real, gate, up), consts)
-    to_gate, to_up, to_consts = back(jnp.where(real[:, None], cotangent, 0))
-    keep = partial(jnp.where, real[:, None])
+def _known(
+    run: Any, gate: Any, up: Any, consts: Any, has_token: Any, cotangent: Any
+) -> Any:
+    """Returns the cotangents; rows without a token take no part."""
+    _, back = jax.vjp(run, *_filled(has_token, gate, up), consts)
+    to_gate, to_up, to_consts = back(jnp.where(has_token[:, None], cotangent, 0))
+    keep = partial(jnp.where, has_token[:, None])
     return keep(to_gate, 0), keep(to_up, 0), to_consts
 
 
-def _filled(real: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns arrays `[N, F]` with the first real row in place of those that are not.
+def _filled(has_token: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns arrays `[N, F]` with the first row that has a token in place of others.
 
-    Without any real row all are `_REGULAR`. Zeroing the gradients of consts would come
+    Without any token all are `_REGULAR`. Zeroing the gradients of consts would come
     too late then: where consts are the same on all ranks, they are sums over ranks.
     """
-    some, first = jnp.any(real), jnp.argmax(real)
+    some, first = jnp.any(has_token), jnp.argmax(has_token)
 
     def filled(array: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(array, first, 1, 0)
-        return jnp.where(real[:, None], array, jnp.where(some, row, _REGULAR))
+        return jnp.where(has_token[:, None], array, jnp.where(some, row, _REGULAR))
 
     return list(map(filled, arrays))

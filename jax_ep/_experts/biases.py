@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._experts import grouped
-from jax_ep._experts.grouped import How
+from jax_ep._experts.grouped import Products
 from jax_ep._ops.expert_of_row import group_of_row
 
 
@@ -28,7 +28,9 @@ def spread(bias: jax.Array, sizes: jax.Array, count: int) -> jax.Array:
     return bias[jnp.minimum(group, bias.shape[0] - 1)]
 
 
-def add(rows: jax.Array, bias: jax.Array, sizes: jax.Array, how: How) -> jax.Array:
+def add(
+    rows: jax.Array, bias: jax.Array, sizes: jax.Array, products: Products
+) -> jax.Array:
     """Adds each group's bias, in the dtype of the rows; derivatives of any order work.
 
     Args:
@@ -36,27 +38,29 @@ def add(rows: jax.Array, bias: jax.Array, sizes: jax.Array, how: How) -> jax.Arr
             cotangents.
         bias: `[L, F]`, of any floating dtype.
         sizes: int32 `[L]`.
-        how: the implementation that sums the gradients. That of `Hopper` takes rows of
-            16 bits, and F must be a multiple of `kernels.ALIGNED`.
+        products: the implementation that sums the gradients. That of `Hopper` takes
+            rows of 16 bits, and F must be a multiple of `kernels.ALIGNED`.
 
     Returns:
         `[N, F]`; rows past the groups are unspecified.
     """
-    return _add(*grouped.varied(rows, bias, sizes), how, bias.dtype)
+    return _add(*grouped.varied(rows, bias, sizes), products, bias.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _add(rows: Any, bias: Any, sizes: Any, how: How, dtype: Any) -> Any:
-    del how, dtype
+def _add(rows: Any, bias: Any, sizes: Any, products: Products, dtype: Any) -> Any:
+    del products, dtype
     return rows + spread(bias.astype(rows.dtype), sizes, rows.shape[0])
 
 
-def _add_forward(rows: Any, bias: Any, sizes: Any, how: How, dtype: Any) -> Any:
-    return _add(rows, bias, sizes, how, dtype), sizes
+def _add_forward(
+    rows: Any, bias: Any, sizes: Any, products: Products, dtype: Any
+) -> Any:
+    return _add(rows, bias, sizes, products, dtype), sizes
 
 
-def _add_backward(how: How, dtype: Any, sizes: Any, cotangent: Any) -> Any:
-    return cotangent, how.sums(cotangent, sizes).astype(dtype), None
+def _add_backward(products: Products, dtype: Any, sizes: Any, cotangent: Any) -> Any:
+    return cotangent, products.sums(cotangent, sizes).astype(dtype), None
 
 
 _add.defvjp(_add_forward, _add_backward)

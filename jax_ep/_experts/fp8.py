@@ -1,4 +1,4 @@
-"""Experts that multiply codes, and their derivative: used by `jax_ep.experts.fp8`."""
+"""Experts in fp8 and mxfp4, and their derivative: used by `jax_ep.experts.fp8`."""
 
 from __future__ import annotations
 
@@ -140,19 +140,19 @@ def _forward(
     sizes: jax.Array,
 ) -> Any:
     jax.tree.map(_only_once, (port, masters, biases))
-    h, both = _gate_up(static, biases, consts, rows, weights, sizes)
+    h, gate_up_rows = _gate_up(static, biases, consts, rows, weights, sizes)
     # All that the backward pass needs of this product has one name, so that a policy
     # that saves this name repeats no product.
-    both = checkpoint_name(both, GATE_UP_NAME)
+    gate_up_rows = checkpoint_name(gate_up_rows, GATE_UP_NAME)
     h = jax.tree.map(lambda part: named_bits(part, GATE_UP_NAME), h)
     sums = _sums_dtype(static, biases)
-    out = _product(static, "down", False, h, weights, sizes, sums)
+    out = _matmul(static.operations.fprop, h, weights, "down", sizes, sums)
     out = _with_down_bias(static, biases, out, sizes)
-    return out, (biases, consts, rows, h, both, weights, sizes)
+    return out, (biases, consts, rows, h, gate_up_rows, weights, sizes)
 
 
 def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
-    biases, consts, rows, h, both, weights, sizes = kept
+    biases, consts, rows, h, gate_up_rows, weights, sizes = kept
     cotangent = _only_once(cotangent)
     # Raises, because gradients would otherwise be missing silently.
     if not static.has_port:
@@ -164,23 +164,29 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
             operand="d",
         )
     compute = static.operations
-    # Cotangents meet weights of four bits, which are frozen, as they are.
+    # Cotangents meet weights in "mxfp4", which are frozen, as they are.
     plain = weights.format == "mxfp4"
 
     def down_dgrad(
-        cotangent: Any, weights: Any, sizes: Any, biases: Any, consts: Any, both: Any
+        cotangent: Any,
+        weights: Any,
+        sizes: Any,
+        biases: Any,
+        consts: Any,
+        gate_up_rows: Any,
     ) -> Any:
         inner = Inner(biases.gate, biases.up, consts, static.activation)
-        codes = Rows(cotangent, None)
+        operand = Rows(cotangent, None)
         if not plain:
-            codes = compute.quantize_cotangents(cotangent, sizes)
-        return compute.down_dgrad(codes, weights, sizes, inner, both)
+            operand = compute.quantize_cotangents(cotangent, sizes)
+        return compute.down_dgrad(operand, weights, sizes, inner, gate_up_rows)
 
-    codes, to_both, to_consts = batching.in_turn(down_dgrad)(
-        cotangent, weights, sizes, biases, consts, both
+    operand, to_gate_up_rows, to_consts = batching.in_turn(down_dgrad)(
+        cotangent, weights, sizes, biases, consts, gate_up_rows
     )
-    to_rows = _product(static, "gate_up", True, codes, weights, sizes, static.dtype)
-    side_by_side = to_both.reshape(to_both.shape[0], 2 * to_both.shape[2])
+    to_rows = _matmul(compute.dgrad, operand, weights, "gate_up", sizes, static.dtype)
+    count, sides, columns = to_gate_up_rows.shape
+    side_by_side = to_gate_up_rows.reshape(count, sides * columns)
     to_biases = _bias_grads(static, biases, side_by_side, cotangent, sizes)
     to_masters = None
     if static.masters is not None:
@@ -213,7 +219,7 @@ def _gate_up(
 
 
 def _sums_dtype(static: Static, biases: Biases) -> Any:
-    """Returns the dtype of down's product, which is rounded once, after the bias."""
+    """Returns the dtype of down's matmul, which is rounded once, after the bias."""
     return static.dtype if biases.down is None else jnp.float32
 
 
@@ -223,17 +229,18 @@ def _with_down_bias(
     return with_bias(out, biases.down, sizes).astype(static.dtype)
 
 
-def _product(
-    static: Static,
-    which: Which,
-    transposed: bool,
+def _matmul(
+    multiply: Callable[..., jax.Array],
     rows: Rows,
     weights: QuantizedWeights,
+    which: Which,
     sizes: jax.Array,
     dtype: Any,
 ) -> jax.Array:
+    """Calls `Operations.fprop` or `Operations.dgrad`."""
+
     def run(rows: Any, weights: Any, sizes: Any) -> Any:
-        return static.operations.product(rows, weights, which, sizes, dtype, transposed)
+        return multiply(rows, weights, which, sizes, dtype)
 
     return batching.in_turn(run)(rows, weights, sizes)
 
@@ -250,7 +257,7 @@ def _wgrad(
 def _bias_grads(
     static: Static,
     biases: Biases,
-    to_both: jax.Array,
+    to_gate_up_rows: jax.Array,
     cotangent: jax.Array,
     sizes: jax.Array,
 ) -> Biases:
@@ -262,7 +269,7 @@ def _bias_grads(
     run = batching.in_turn(static.operations.bias_grad)
     sides: list[Any] = [None, None]
     if biases.gate is not None or biases.up is not None:
-        sides = jnp.split(run(to_both, sizes), 2, axis=1)
+        sides = jnp.split(run(to_gate_up_rows, sizes), 2, axis=1)
     down = None if biases.down is None else run(cotangent, sizes)
 
     def of(bias: Any, found: Any) -> Any:

@@ -20,17 +20,18 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def matmul(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, how: How
+    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, products: Products
 ) -> Any:
     """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`.
 
     Rows past the last group and their cotangents may hold anything, even NaN; their
     results are unspecified.
     """
-    return by_rows(*varied(rows, weights, group_sizes), how, False)
+    rows, weights, group_sizes = varied(rows, weights, group_sizes)
+    return fprop(rows, weights, group_sizes, products)
 
 
-def everywhere(precision: Any = None, device: Any = None) -> How:
+def everywhere(precision: Any = None, device: Any = None) -> Products:
     """Returns the implementation for devices without kernels.
 
     Args:
@@ -50,14 +51,17 @@ def varied(*given: Any) -> Any:
     return vary_alike(axes, frozenset(), *given)
 
 
-class How(Protocol):
-    """An implementation of both matmuls, without derivatives; hashable."""
+class Products(Protocol):
+    """An implementation of the matmuls, without derivatives; hashable."""
 
-    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        """Computes `by_rows`."""
+    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`."""
 
-    def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
-        """Computes `by_groups`."""
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
+        """Multiplies `[N, B]` by the transposed `[L, A, B]` to `[N, A]`."""
+
+    def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
+        """Sums outer products of `[N, A]` and `[N, B]` over groups, to `[L, A, B]`."""
 
     def sums(self, values: Any, sizes: Any) -> Any:
         """Sums the rows `[N, F]` of each group to `[L, F]`, with derivatives.
@@ -70,13 +74,16 @@ class How(Protocol):
 class Hopper(NamedTuple):
     """The kernels for Hopper."""
 
-    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        return kernels.rows(rows, weights, sizes, transposed)
+    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        return kernels.fprop(rows, weights, sizes)
 
-    def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
+        return kernels.dgrad(cotangents, weights, sizes)
+
+    def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
         # The kernels write either the operands' dtype or the float32 sums.
-        out = dtype if dtype == left.dtype else jnp.float32
-        return kernels.outer(left, right, sizes, out).astype(dtype)
+        out = dtype if dtype == rows.dtype else jnp.float32
+        return kernels.wgrad(rows, cotangents, sizes, out).astype(dtype)
 
     def sums(self, values: Any, sizes: Any) -> Any:
         return _sums_of_products(values, sizes, self, kernels.ALIGNED)
@@ -87,19 +94,14 @@ class Ragged(NamedTuple):
 
     precision: Any
 
-    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
-        # 0 * NaN is NaN, so matrices with one are left out, and their rows set to NaN.
-        finite = jnp.all(jnp.isfinite(weights), axis=(1, 2))
-        weights = jnp.where(finite[:, None, None], weights, 0)
-        if transposed:
-            out = self._general(rows, weights, sizes, ((1,), (2,)), [0])
-        else:
-            out = jax.lax.ragged_dot(rows, weights, sizes, precision=self.precision)
-        group = jnp.minimum(_groups(sizes, rows.shape[0]), weights.shape[0] - 1)
-        return jnp.where(finite[group][:, None], out, jnp.nan)
+    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        return self._matmul(rows, weights, sizes, False)
 
-    def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
-        sums = self._general(left, right, sizes, ((0,), (0,)), [])
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
+        return self._matmul(cotangents, weights, sizes, True)
+
+    def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
+        sums = self._general(rows, cotangents, sizes, ((0,), (0,)), [])
         return sums.astype(dtype)
 
     def sums(self, values: Any, sizes: Any) -> Any:
@@ -121,14 +123,25 @@ class Ragged(NamedTuple):
         total = product(jnp.where(finite, values, 0))
         return jnp.where(product((~finite).astype(jnp.bfloat16)) > 0, jnp.nan, total)
 
+    def _matmul(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+        # 0 * NaN is NaN, so matrices with one are left out, and their rows set to NaN.
+        finite = jnp.all(jnp.isfinite(weights), axis=(1, 2))
+        weights = jnp.where(finite[:, None, None], weights, 0)
+        if transposed:
+            out = self._general(rows, weights, sizes, ((1,), (2,)), [0])
+        else:
+            out = jax.lax.ragged_dot(rows, weights, sizes, precision=self.precision)
+        group = jnp.minimum(_groups(sizes, rows.shape[0]), weights.shape[0] - 1)
+        return jnp.where(finite[group][:, None], out, jnp.nan)
+
     def _general(
-        self, left: Any, right: Any, sizes: Any, contracting: Any, groups: list[int]
+        self, a: Any, b: Any, sizes: Any, contracting: Any, groups: list[int]
     ) -> Any:
         dimensions = jax.lax.RaggedDotDimensionNumbers(
             (contracting, ((), ())), [0], groups
         )
         return jax.lax.ragged_dot_general(
-            left, right, sizes, dimensions, precision=self.precision
+            a, b, sizes, dimensions, precision=self.precision
         )
 
 
@@ -140,7 +153,34 @@ class Tiles(NamedTuple):
 
     precision: Any
 
-    def rows(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        return self._matmul(rows, weights, sizes, False)
+
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
+        return self._matmul(cotangents, weights, sizes, True)
+
+    def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
+        wide = _wide(rows)
+        tile = _tile(rows, sizes)
+        contracting = (((0,), (0,)), ((), ()))
+        padded = _padded(tile, rows.astype(wide), cotangents.astype(wide))
+        within = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+
+        def step(at: Any, group: Any, end: Any, out: Any) -> Any:
+            own = within < end - at
+            x, y = (jnp.where(own, _slice(each, at, tile), 0) for each in padded)
+            product = jax.lax.dot_general(x, y, contracting, precision=self.precision)
+            total = jax.lax.dynamic_index_in_dim(out, group, 0, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(out, total + product, group, 0)
+
+        shape = (sizes.shape[0], rows.shape[1], cotangents.shape[1])
+        out = _over_tiles(step, rows, sizes, tile, jnp.zeros(shape, wide))
+        return out.astype(dtype)
+
+    def sums(self, values: Any, sizes: Any) -> Any:
+        return _sums_of_products(values, sizes, Tiles(_HIGHEST), 1)
+
+    def _matmul(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
         # Converted once: XLA would convert all of an array in each step of the loop.
         wide, matrices = rows.astype(_wide(rows)), weights.astype(_wide(rows))
         columns = weights.shape[1 if transposed else 2]
@@ -161,33 +201,12 @@ class Tiles(NamedTuple):
         out = _over_tiles(step, rows, sizes, tile, jnp.zeros(shape, wide.dtype))
         return out[: rows.shape[0]].astype(rows.dtype)
 
-    def outer(self, left: Any, right: Any, sizes: Any, dtype: Any) -> Any:
-        wide = _wide(left)
-        tile = _tile(left, sizes)
-        contracting = (((0,), (0,)), ((), ()))
-        padded = _padded(tile, left.astype(wide), right.astype(wide))
-        within = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
 
-        def step(at: Any, group: Any, end: Any, out: Any) -> Any:
-            own = within < end - at
-            x, y = (jnp.where(own, _slice(each, at, tile), 0) for each in padded)
-            product = jax.lax.dot_general(x, y, contracting, precision=self.precision)
-            total = jax.lax.dynamic_index_in_dim(out, group, 0, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(out, total + product, group, 0)
-
-        shape = (sizes.shape[0], left.shape[1], right.shape[1])
-        out = _over_tiles(step, left, sizes, tile, jnp.zeros(shape, wide))
-        return out.astype(dtype)
-
-    def sums(self, values: Any, sizes: Any) -> Any:
-        return _sums_of_products(values, sizes, Tiles(_HIGHEST), 1)
-
-
-def _sums_of_products(values: Any, sizes: Any, how: How, columns: int) -> Any:
-    """Sums rows as outer products with `columns` columns of ones."""
+def _sums_of_products(values: Any, sizes: Any, products: Products, columns: int) -> Any:
+    """Sums rows by `wgrad`, with `columns` columns of ones as its rows."""
     ones = jnp.ones((values.shape[0], columns), values.dtype)
     given = varied(ones, values, sizes)
-    found: Any = by_groups(*given, how, jnp.dtype(_wide(values)))
+    found: Any = wgrad(*given, products, jnp.dtype(_wide(values)))
     return found[:, 0]
 
 
@@ -232,65 +251,79 @@ def _groups(sizes: Any, count: int) -> Any:
     return group_of_row(jnp.cumsum(sizes), count)
 
 
-# The derivatives of both matmuls consist of the two, so derivatives of any order work.
+def fprop(rows: Any, weights: Any, sizes: Any, products: Products) -> Any:
+    """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`; operands vary alike."""
+    return _matmul(rows, weights, sizes, products, False)
+
+
+def dgrad(cotangents: Any, weights: Any, sizes: Any, products: Products) -> Any:
+    """Multiplies `[N, B]` by the transposed `[L, A, B]`, to `[N, A]`."""
+    return _matmul(cotangents, weights, sizes, products, True)
+
+
+# The derivatives of these matmuls consist of the same ones, so derivatives of any order
+# work.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def by_rows(
-    rows: Any, weights: Any, group_sizes: Any, how: How, transposed: bool
+def _matmul(
+    rows: Any, weights: Any, sizes: Any, products: Products, transposed: bool
 ) -> Any:
-    """Multiplies `[N, A]` by `[L, A, B]`; if `transposed`, `[N, B]` to `[N, A]`."""
-
     def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
-        return _varies_as(rows, how.rows(rows, weights, sizes, transposed))
+        run = products.dgrad if transposed else products.fprop
+        return _varies_as(rows, run(rows, weights, sizes))
 
-    return batching.in_turn(multiply)(rows, weights, group_sizes)
+    return batching.in_turn(multiply)(rows, weights, sizes)
 
 
-def _by_rows_forward(
-    rows: Any, weights: Any, group_sizes: Any, how: How, transposed: bool
+def _matmul_forward(
+    rows: Any, weights: Any, sizes: Any, products: Products, transposed: bool
 ) -> Any:
-    kept = (rows, weights, group_sizes)
-    return by_rows(*kept, how, transposed), kept
+    kept = (rows, weights, sizes)
+    return _matmul(*kept, products, transposed), kept
 
 
-def _by_rows_backward(how: How, transposed: bool, kept: Any, cotangent: Any) -> Any:
+def _matmul_backward(
+    products: Products, transposed: bool, kept: Any, cotangent: Any
+) -> Any:
     rows, weights, sizes = kept
     pair = (cotangent, rows) if transposed else (rows, cotangent)
-    to_rows = by_rows(cotangent, weights, sizes, how, not transposed)
-    return to_rows, by_groups(*pair, sizes, how, weights.dtype), None
+    to_rows = _matmul(cotangent, weights, sizes, products, not transposed)
+    return to_rows, wgrad(*pair, sizes, products, weights.dtype), None
 
 
-by_rows.defvjp(_by_rows_forward, _by_rows_backward)
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def by_groups(left: Any, right: Any, group_sizes: Any, how: How, dtype: Any) -> Any:
+def wgrad(
+    rows: Any, cotangents: Any, sizes: Any, products: Products, dtype: Any
+) -> Any:
     """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`.
 
     The result has dtype `dtype`, to which the sums are rounded once.
     """
 
-    def multiply(left: Any, right: Any, sizes: Any) -> Any:
-        return _varies_as(left, how.outer(left, right, sizes, dtype))
+    def multiply(rows: Any, cotangents: Any, sizes: Any) -> Any:
+        return _varies_as(rows, products.wgrad(rows, cotangents, sizes, dtype))
 
-    return batching.in_turn(multiply)(left, right, group_sizes)
+    return batching.in_turn(multiply)(rows, cotangents, sizes)
 
 
-def _by_groups_forward(
-    left: Any, right: Any, group_sizes: Any, how: How, dtype: Any
+def _wgrad_forward(
+    rows: Any, cotangents: Any, sizes: Any, products: Products, dtype: Any
 ) -> Any:
-    kept = (left, right, group_sizes)
-    return by_groups(*kept, how, dtype), kept
+    kept = (rows, cotangents, sizes)
+    return wgrad(*kept, products, dtype), kept
 
 
-def _by_groups_backward(how: How, dtype: Any, kept: Any, cotangent: Any) -> Any:
+def _wgrad_backward(products: Products, dtype: Any, kept: Any, cotangent: Any) -> Any:
     del dtype
-    left, right, sizes = kept
-    matrices = cotangent.astype(left.dtype)
-    to_left = by_rows(right, matrices, sizes, how, True)
-    return to_left, by_rows(left, matrices, sizes, how, False), None
+    rows, cotangents, sizes = kept
+    matrices = cotangent.astype(rows.dtype)
+    to_rows = dgrad(cotangents, matrices, sizes, products)
+    return to_rows, fprop(rows, matrices, sizes, products), None
 
 
-by_groups.defvjp(_by_groups_forward, _by_groups_backward)
+wgrad.defvjp(_wgrad_forward, _wgrad_backward)
 
 
 def _varies_as(like: Any, result: Any) -> Any:

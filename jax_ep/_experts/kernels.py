@@ -14,23 +14,24 @@ import jax.numpy as jnp
 
 from jax_ep._native import ffi, tables
 
-BLOCK = 128  # rows and columns of a matrix of codes that share a scale
+BLOCK = 128  # rows and columns of a matrix in fp8 that share a scale
 ALIGNED = 8  # what A and B must be multiples of for 16-bit rows: 16 bytes
 _MOST_PAIRED = 128  # rows of N per group
 _TARGETS = frozenset(
     {
-        "ep_rows",
-        "ep_rows_transposed",
+        "ep_fprop",
+        "ep_dgrad",
         "ep_gate_up",
-        "ep_down_back",
-        "ep_outer",
-        "ep_code_rows",
-        "ep_code_gate_up",
-        "ep_code_down_back",
+        "ep_down_dgrad",
+        "ep_wgrad",
+        "ep_fp8_fprop",
+        "ep_fp8_dgrad",
+        "ep_fp8_gate_up",
+        "ep_fp8_down_dgrad",
         "ep_experts",
-        "ep_code_experts",
-        "ep_four_bit_rows",
-        "ep_four_bit_gate_up",
+        "ep_fp8_experts",
+        "ep_mxfp4_fprop",
+        "ep_mxfp4_gate_up",
         "ep_quantize_matrices",
         "ep_quantize_cotangents",
         "ep_dequantize_rows",
@@ -38,10 +39,10 @@ _TARGETS = frozenset(
 )
 
 
-class Codes(NamedTuple):
+class Fp8Rows(NamedTuple):
     """e4m3 codes `[N, A]` and float32 scales `[N, A / 128]`."""
 
-    values: jax.Array
+    codes: jax.Array
     scales: jax.Array
 
 
@@ -50,15 +51,28 @@ def built() -> bool:
     return ffi.gpu_target_names() >= _TARGETS
 
 
-def rows(
-    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, transposed: bool = False
-) -> jax.Array:
-    """Multiplies `[N, A]` by `[L, A, B]` (`transposed`: `[L, B, A]`) to `[N, B]`."""
-    # Untyped: tables.call has a type per target name, and this calls either of two.
-    call: Any = tables.call
-    target = "ep_rows_transposed" if transposed else "ep_rows"
-    operands = {"rows": rows, "matrices": matrices, "group_sizes": sizes}
-    return call(target, rows, {}, operands, {}).out
+def fprop(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`."""
+    found = tables.call(
+        "ep_fprop",
+        rows,
+        {},
+        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
+        {},
+    )
+    return found.out
+
+
+def dgrad(cotangents: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiplies `[N, A]` by the transposed `[L, B, A]` to `[N, B]`."""
+    found = tables.call(
+        "ep_dgrad",
+        cotangents,
+        {},
+        {"cotangents": cotangents, "matrices": matrices, "group_sizes": sizes},
+        {},
+    )
+    return found.out
 
 
 def gate_up(
@@ -83,93 +97,129 @@ def gate_up(
         {"rows": rows, "matrices": matrices, "group_sizes": sizes},
         {"keep": keep},
     )
-    return found.h, found.both
+    return found.h, found.gate_up_rows
 
 
-def down_back(
-    cotangents: jax.Array, matrices: jax.Array, both: jax.Array, sizes: jax.Array
+def down_dgrad(
+    cotangents: jax.Array,
+    matrices: jax.Array,
+    gate_up_rows: jax.Array,
+    sizes: jax.Array,
 ) -> jax.Array:
     """Computes the backward pass of down and SwiGLU.
 
     Args:
         cotangents: of down's rows, `[N, A]`.
         matrices: down, `[L, B, A]`.
-        both: gate and up, `[N, 2, B]`; the result reuses their memory.
+        gate_up_rows: gate and up, `[N, 2, B]`; the result reuses their memory.
         sizes: int32 `[L]`.
 
     Returns:
         The cotangents of gate and up, `[N, 2, B]`.
     """
     found = tables.call(
-        "ep_down_back",
+        "ep_down_dgrad",
         cotangents,
         {},
         {
             "cotangents": cotangents,
             "matrices": matrices,
-            "both": both,
+            "gate_up_rows": gate_up_rows,
             "group_sizes": sizes,
         },
         {},
     )
-    return found.to_both
+    return found.to_gate_up_rows
 
 
-def outer(left: jax.Array, right: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+def wgrad(
+    rows: jax.Array, cotangents: jax.Array, sizes: jax.Array, dtype: Any
+) -> jax.Array:
     """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`."""
     found = tables.call(
-        "ep_outer",
-        left,
+        "ep_wgrad",
+        rows,
         {},
-        {"left": left, "right": right, "group_sizes": sizes},
+        {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
     )
     return found.out
 
 
-def code_rows(
-    rows: Codes,
-    matrices: jax.Array,
-    scales: jax.Array,
-    sizes: jax.Array,
-    dtype: Any,
-    turned: bool,
+def fp8_fprop(
+    rows: Fp8Rows, matrices: jax.Array, scales: jax.Array, sizes: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Multiplies rows of codes by codes of matrices `[L, B, A]`, to `[N, B]`.
+    """`fprop` in fp8.
 
     Args:
         rows: `[N, A]`.
-        matrices: codes.
-        scales: the scales of the weights, which are not turned: with `turned` codes
-            `[L, A / 128, B / 128]`, else `[L, B / 128, A / 128]`.
+        matrices: transposed codes, `[L, B, A]`.
+        scales: `[L, A / 128, B / 128]`.
         sizes: int32 `[L]`.
         dtype: of the result.
-        turned: whether the codes were turned.
+
+    Returns:
+        `[N, B]`.
     """
     found = tables.call(
-        "ep_code_rows",
-        rows.values,
+        "ep_fp8_fprop",
+        rows.codes,
         {},
         {
-            "rows": rows.values,
+            "rows": rows.codes,
             "row_scales": rows.scales,
             "matrices": matrices,
             "matrix_scales": scales,
             "group_sizes": sizes,
         },
-        {"turned": turned, "out_dtype": jnp.dtype(dtype).name},
+        {"out_dtype": jnp.dtype(dtype).name},
     )
     return found.out
 
 
-def code_gate_up(
-    rows: Codes, matrices: jax.Array, scales: jax.Array, sizes: jax.Array, keep: bool
-) -> tuple[Codes, jax.Array | None]:
-    """`gate_up` of codes; SwiGLU's float32 result is quantised as rows are.
+def fp8_dgrad(
+    cotangents: Fp8Rows,
+    matrices: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """`dgrad` in fp8.
+
+    Args:
+        cotangents: `[N, A]`.
+        matrices: codes, `[L, B, A]`.
+        scales: `[L, B / 128, A / 128]`.
+        sizes: int32 `[L]`.
+        dtype: of the result.
+
+    Returns:
+        `[N, B]`.
+    """
+    found = tables.call(
+        "ep_fp8_dgrad",
+        cotangents.codes,
+        {},
+        {
+            "cotangents": cotangents.codes,
+            "cotangent_scales": cotangents.scales,
+            "matrices": matrices,
+            "matrix_scales": scales,
+            "group_sizes": sizes,
+        },
+        {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
+
+
+def fp8_gate_up(
+    rows: Fp8Rows, matrices: jax.Array, scales: jax.Array, sizes: jax.Array, keep: bool
+) -> tuple[Fp8Rows, jax.Array | None]:
+    """`gate_up` in fp8; SwiGLU's float32 result is quantised as rows are.
 
     Args:
         rows: `[N, A]`.
-        matrices: turned codes, `[L, 2, B, A]`.
+        matrices: transposed codes, `[L, 2, B, A]`.
         scales: `[L, A / 128, 2, B / 128]`.
         sizes: int32 `[L]`.
         keep: whether to return gate and up as well.
@@ -178,11 +228,11 @@ def code_gate_up(
         h `[N, B]`; gate and up in bfloat16 `[N, 2, B]`, or None.
     """
     found = tables.call(
-        "ep_code_gate_up",
-        rows.values,
+        "ep_fp8_gate_up",
+        rows.codes,
         {},
         {
-            "rows": rows.values,
+            "rows": rows.codes,
             "row_scales": rows.scales,
             "matrices": matrices,
             "matrix_scales": scales,
@@ -190,23 +240,23 @@ def code_gate_up(
         },
         {"keep": keep, "out_dtype": "bfloat16"},
     )
-    return Codes(found.h, found.h_scales), found.both
+    return Fp8Rows(found.h, found.h_scales), found.gate_up_rows
 
 
-def code_down_back(
-    cotangents: Codes,
+def fp8_down_dgrad(
+    cotangents: Fp8Rows,
     matrices: jax.Array,
     scales: jax.Array,
-    both: jax.Array,
+    gate_up_rows: jax.Array,
     sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`down_back` of codes.
+    """`down_dgrad` in fp8.
 
     Args:
         cotangents: `[N, A]`.
-        matrices: codes of down, not turned, `[L, B, A]`.
+        matrices: codes of down, `[L, B, A]`.
         scales: `[L, B / 128, A / 128]`.
-        both: bfloat16 `[N, 2, B]`; the last result reuses its memory.
+        gate_up_rows: bfloat16 `[N, 2, B]`; the last result reuses its memory.
         sizes: int32 `[L]`.
 
     Returns:
@@ -214,24 +264,24 @@ def code_down_back(
         `[N, 2, B]` and scales `[N, 2, B / 128]`; and in bfloat16 `[N, 2, B]`.
     """
     found = tables.call(
-        "ep_code_down_back",
-        cotangents.values,
+        "ep_fp8_down_dgrad",
+        cotangents.codes,
         {},
         {
-            "cotangents": cotangents.values,
+            "cotangents": cotangents.codes,
             "cotangent_scales": cotangents.scales,
             "matrices": matrices,
             "matrix_scales": scales,
-            "both": both,
+            "gate_up_rows": gate_up_rows,
             "group_sizes": sizes,
         },
         {"out_dtype": "bfloat16"},
     )
-    return found.codes, found.code_scales, found.to_both
+    return found.codes, found.scales, found.to_gate_up_rows
 
 
 def is_paired(rows: int, groups: int) -> bool:
-    """Whether both products of experts, with N `rows`, should be one call.
+    """Whether both matmuls of experts, with N `rows`, should be one call.
 
     Then the second kernel begins before the first one ends, which shows if both are
     short. But XLA cannot place the result where the rows were, as it does between two
@@ -243,7 +293,7 @@ def is_paired(rows: int, groups: int) -> bool:
 def experts(
     rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Applies `gate_up` and then `rows`, whose kernel begins before the other ends.
+    """Applies `gate_up` and then `fprop`, whose kernel begins before the other ends.
 
     Args:
         rows: `[N, H]`, bfloat16 or float16.
@@ -264,8 +314,8 @@ def experts(
     return found.out
 
 
-def code_experts(
-    rows: Codes,
+def fp8_experts(
+    rows: Fp8Rows,
     gate_up: jax.Array,
     gate_up_scales: jax.Array,
     down: jax.Array,
@@ -273,13 +323,13 @@ def code_experts(
     sizes: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """`experts` of codes; SwiGLU's float32 result is quantised as rows are.
+    """`experts` in fp8; SwiGLU's float32 result is quantised as rows are.
 
     Args:
         rows: `[N, H]`.
-        gate_up: turned codes, `[L, 2, F, H]`.
+        gate_up: transposed codes, `[L, 2, F, H]`.
         gate_up_scales: `[L, H / 128, 2, F / 128]`.
-        down: turned codes, `[L, H, F]`.
+        down: transposed codes, `[L, H, F]`.
         down_scales: `[L, F / 128, H / 128]`.
         sizes: int32 `[L]`.
         dtype: of the result.
@@ -288,11 +338,11 @@ def code_experts(
         `[N, H]`.
     """
     found = tables.call(
-        "ep_code_experts",
-        rows.values,
+        "ep_fp8_experts",
+        rows.codes,
         {},
         {
-            "rows": rows.values,
+            "rows": rows.codes,
             "row_scales": rows.scales,
             "gate_up": gate_up,
             "gate_up_scales": gate_up_scales,
@@ -305,40 +355,58 @@ def code_experts(
     return found.out
 
 
-def four_bits(
+def mxfp4_fprop(
     rows: jax.Array,
     scales: jax.Array | None,
     tiles: jax.Array,
     sizes: jax.Array,
     columns: int,
     dtype: Any,
-    gate_up: bool,
 ) -> jax.Array:
-    """Multiplies rows by matrices of four bits, which are read once for few rows.
+    """`fprop` by matrices in mxfp4, which are read once for few rows.
 
     Args:
         rows: bfloat16 `[N, A]`.
         scales: None, or float32 `[N, A / 128]` by which rows are multiplied.
-        tiles: what `four_bits.tiles` returned.
+        tiles: what `mxfp4.tiles` returned.
         sizes: int32 `[L]`.
         columns: B.
         dtype: of the result, bfloat16 or float32.
-        gate_up: whether the tiles hold gate and up, and SwiGLU is applied.
 
     Returns:
         `[N, B]`, rounded once from the float32 sums.
     """
-    # Untyped: tables.call has a type per target name, and this calls either of two.
-    call: Any = tables.call
-    found = call(
-        "ep_four_bit_gate_up" if gate_up else "ep_four_bit_rows",
-        rows,
+    dims, operands, attributes = _mxfp4(rows, scales, tiles, sizes, columns, dtype)
+    return tables.call("ep_mxfp4_fprop", rows, dims, operands, attributes).out
+
+
+def mxfp4_gate_up(
+    rows: jax.Array,
+    scales: jax.Array | None,
+    tiles: jax.Array,
+    sizes: jax.Array,
+    columns: int,
+    dtype: Any,
+) -> jax.Array:
+    """`mxfp4_fprop` with tiles that hold gate and up, followed by SwiGLU."""
+    dims, operands, attributes = _mxfp4(rows, scales, tiles, sizes, columns, dtype)
+    return tables.call("ep_mxfp4_gate_up", rows, dims, operands, attributes).out
+
+
+def _mxfp4(
+    rows: jax.Array,
+    scales: jax.Array | None,
+    tiles: jax.Array,
+    sizes: jax.Array,
+    columns: int,
+    dtype: Any,
+) -> Any:
+    return (
         # X is needed even without scales: [0, X] then stands for them.
         {"B": columns, "X": rows.shape[1] // BLOCK},
         {"rows": rows, "row_scales": scales, "tiles": tiles, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
     )
-    return found.out
 
 
 def quantize_matrices(
@@ -347,21 +415,21 @@ def quantize_matrices(
     """Quantises `[L, A, Z, B]` per 128 x 128 of A and B.
 
     Returns:
-        Codes in the same order; scales `[L, A / 128, Z, B / 128]`; the codes turned,
-        `[L, Z, B, A]`.
+        Codes in the same order; scales `[L, A / 128, Z, B / 128]`; the transposed
+        codes, `[L, Z, B, A]`.
     """
     found = tables.call(
         "ep_quantize_matrices",
         matrices,
         {"X": matrices.shape[1] // BLOCK, "Y": matrices.shape[3] // BLOCK},
         {"matrices": matrices},
-        {"turned": True},
+        {"transposed": True},
     )
-    assert found.turned is not None
-    return found.codes, found.scales, found.turned
+    assert found.transposed is not None
+    return found.codes, found.scales, found.transposed
 
 
-def quantize_cotangents(values: jax.Array, sizes: jax.Array) -> Codes:
+def quantize_cotangents(values: jax.Array, sizes: jax.Array) -> Fp8Rows:
     """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
     found = tables.call(
         "ep_quantize_cotangents",
@@ -370,16 +438,16 @@ def quantize_cotangents(values: jax.Array, sizes: jax.Array) -> Codes:
         {"values": values, "group_sizes": sizes},
         {},
     )
-    return Codes(found.codes, found.scales)
+    return Fp8Rows(found.codes, found.scales)
 
 
-def dequantize(rows: Codes, sizes: jax.Array, dtype: Any) -> jax.Array:
-    """Returns what `[N, A]` codes stand for, rounded once to `dtype`."""
+def dequantize(rows: Fp8Rows, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """Returns what rows `[N, A]` stand for, rounded once to `dtype`."""
     found = tables.call(
         "ep_dequantize_rows",
-        rows.values,
+        rows.codes,
         {},
-        {"codes": rows.values, "scales": rows.scales, "group_sizes": sizes},
+        {"codes": rows.codes, "scales": rows.scales, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
     )
     return found.out

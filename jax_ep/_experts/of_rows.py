@@ -58,37 +58,37 @@ class Options(NamedTuple):
         given = self.activation, self.gate_bias, self.up_bias
         return any(each is not None for each in given)
 
-    def inner(
+    def activate(
         self,
-        both: jax.Array,
+        gate_up_rows: jax.Array,
         group_sizes: jax.Array,
-        real: jax.Array,
-        how: grouped.How,
+        has_token: jax.Array,
+        products: grouped.Products,
     ) -> jax.Array:
-        """Returns the left operand of `down`, from gate and up side by side.
+        """Returns the rows that `down` multiplies, from gate and up side by side.
 
         Args:
-            both: `[N, 2 * F]`.
+            gate_up_rows: `[N, 2 * F]`.
             group_sizes: int32 `[L]`.
-            real: bool `[N]`, False for rows that hold no token.
-            how: what sums the gradients of biases.
+            has_token: bool `[N]`, False for rows that hold no token.
+            products: what sums the gradients of biases.
         """
         if self.gate_bias is not None or self.up_bias is not None:
-            shape = group_sizes.shape[0], both.shape[1] // 2
+            shape = group_sizes.shape[0], gate_up_rows.shape[1] // 2
             bias = _joined_biases(self.gate_bias, self.up_bias, shape)
-            both = biases.add(both, bias, group_sizes, how)
-        gate, up = jnp.split(both, 2, axis=-1)
+            gate_up_rows = biases.add(gate_up_rows, bias, group_sizes, products)
+        gate, up = jnp.split(gate_up_rows, 2, axis=-1)
         if self.activation is None:
             return jax.nn.silu(gate) * up
-        return activations.apply(self.activation, gate, up, real)
+        return activations.apply(self.activation, gate, up, has_token)
 
-    def outer(
-        self, rows: jax.Array, group_sizes: jax.Array, how: grouped.How
+    def finish(
+        self, rows: jax.Array, group_sizes: jax.Array, products: grouped.Products
     ) -> jax.Array:
         """Returns the result of the experts, from the product with `down`."""
         if self.down_bias is None:
             return rows
-        return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, how)
+        return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, products)
 
 
 def _joined_biases(
@@ -173,17 +173,17 @@ class OfRows(Experts):
         return functools.partial(self, device=device)
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
-        """Applies the experts, as two products, to operands that have been checked."""
-        how = self.how(case)
+        """Applies the experts, as two matmuls, to operands that have been checked."""
+        products = self.products(case)
         rows, gate_up, down, group_sizes = given
         gate_up, down = _wide(rows, gate_up, down)
-        both = grouped.matmul(rows, gate_up, group_sizes, how)
-        real = operations.real_rows(group_sizes, rows.shape[0])
-        inner = options.inner(both, group_sizes, real, how)
-        out = grouped.matmul(inner, down, group_sizes, how)
-        return options.outer(out, group_sizes, how)
+        gate_up_rows = grouped.matmul(rows, gate_up, group_sizes, products)
+        has_token = operations.rows_in_groups(group_sizes, rows.shape[0])
+        h = options.activate(gate_up_rows, group_sizes, has_token, products)
+        out = grouped.matmul(h, down, group_sizes, products)
+        return options.finish(out, group_sizes, products)
 
-    def how(self, case: Case) -> grouped.How:
+    def products(self, case: Case) -> grouped.Products:
         """Returns what multiplies."""
         raise NotImplementedError
 
@@ -198,7 +198,7 @@ class RaggedDot(OfRows):
 
     name = "ragged_dot"
 
-    def how(self, case: Case) -> grouped.How:
+    def products(self, case: Case) -> grouped.Products:
         return grouped.everywhere(device=case.device)
 
 
@@ -222,7 +222,7 @@ class Hopper(OfRows):
         del case
         return False
 
-    def how(self, case: Case) -> grouped.How:
+    def products(self, case: Case) -> grouped.Products:
         del case
         return grouped.Hopper()
 
@@ -230,7 +230,7 @@ class Hopper(OfRows):
         if options.between:
             return super().apply(case, given, options)
         out = swiglu.apply(*given)
-        return options.outer(out, given.group_sizes, self.how(case))
+        return options.finish(out, given.group_sizes, self.products(case))
 
 
 class Auto(OfRows):
@@ -241,8 +241,8 @@ class Auto(OfRows):
     def reads_tail(self, case: Case) -> bool:
         return first(case).reads_tail(case)
 
-    def how(self, case: Case) -> grouped.How:
-        return first(case).how(case)
+    def products(self, case: Case) -> grouped.Products:
+        return first(case).products(case)
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
         return first(case).apply(case, given, options)
@@ -300,7 +300,7 @@ class Padded(OfRows):
         """The expression that makes it."""
         return f"jax_ep.experts.Padded(largest={self.largest})"
 
-    def how(self, case: Case) -> grouped.How:
+    def products(self, case: Case) -> grouped.Products:
         return grouped.everywhere(device=case.device)
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
@@ -312,14 +312,14 @@ class Padded(OfRows):
         padded = jnp.where(filled[:, None], padded, 0)
         padded = padded.reshape(groups, self.largest, hidden)
         even = jnp.full(groups, self.largest, jnp.int32)
-        how = self.how(case)
-        both = jnp.einsum("lnh,lhf->lnf", padded, gate_up)
-        inner = options.inner(both.reshape(-1, both.shape[-1]), even, filled, how)
+        products = self.products(case)
+        gate_up_rows = jnp.einsum("lnh,lhf->lnf", padded, gate_up)
+        gate_up_rows = gate_up_rows.reshape(-1, gate_up_rows.shape[-1])
+        h = options.activate(gate_up_rows, even, filled, products)
         # Places without a row hold what an activation made of another expert's row.
-        inner = jnp.where(filled[:, None], inner, 0)
-        inner = inner.reshape(groups, self.largest, -1)
-        out = jnp.einsum("lnf,lfh->lnh", inner, down).reshape(-1, hidden)
-        out = options.outer(out, even, how)
+        h = jnp.where(filled[:, None], h, 0).reshape(groups, self.largest, -1)
+        out = jnp.einsum("lnf,lfh->lnh", h, down).reshape(-1, hidden)
+        out = options.finish(out, even, products)
         return jnp.where(kept[:, None], _gather(out, at, row, filled), 0)
 
 

@@ -67,8 +67,8 @@ class Inner(NamedTuple):
         """Returns the activation of gate and up, which already include their biases."""
         if self.activation is None:
             return jax.nn.silu(gate) * up
-        real = real_rows(sizes, gate.shape[0])
-        return activations.value(self.activation, gate, up, self.consts, real)
+        has_token = rows_in_groups(sizes, gate.shape[0])
+        return activations.value(self.activation, gate, up, self.consts, has_token)
 
     def gradients(
         self, gate: jax.Array, up: jax.Array, sizes: jax.Array, to_h: jax.Array
@@ -77,9 +77,9 @@ class Inner(NamedTuple):
         if self.activation is None:
             _, back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
             return *back(to_h), ()
-        real = real_rows(sizes, gate.shape[0])
+        has_token = rows_in_groups(sizes, gate.shape[0])
         run = self.activation
-        return activations.gradients(run, gate, up, self.consts, real, to_h)
+        return activations.gradients(run, gate, up, self.consts, has_token, to_h)
 
 
 class Operations:
@@ -89,8 +89,8 @@ class Operations:
     hold anything, even NaN, but change no other result. Products are summed in float32.
     """
 
-    # Whether `quantize_weights` adds turned codes.
-    turns_weights = False
+    # Whether `quantize_weights` adds transposed codes.
+    transposes_weights = False
 
     def __eq__(self, other: object) -> bool:
         """Whether programs traced with either are the same."""
@@ -109,8 +109,8 @@ class Operations:
     ) -> QuantizedWeights:
         """Quantises `[L, H, 2, F]` and `[L, F, H]` to format `name`.
 
-        `backward` says whether `product` will be called with `transposed`. Blocks of
-        128 x 128 have the same codes either way, so the reference ignores it.
+        `backward` says whether `dgrad` will be called. Blocks of 128 x 128 have the
+        same codes when they are transposed, so the reference ignores it.
         """
         del backward
         return quantized.quantize(gate_up, down, name)
@@ -119,14 +119,13 @@ class Operations:
         """Adds to canonical weights what `quantize_weights` would add for kernels."""
         return weights
 
-    def product(
+    def fprop(
         self,
         rows: Rows,
         weights: QuantizedWeights,
         which: Which,
         sizes: jax.Array,
         dtype: Any,
-        transposed: bool = False,
     ) -> jax.Array:
         """Multiplies each row by the matrix of its group, and rounds once to `dtype`.
 
@@ -138,12 +137,24 @@ class Operations:
             which: the matrix.
             sizes: int32 `[L]`.
             dtype: of the result.
-            transposed: whether to multiply by the transposed matrix.
+
+        Returns:
+            `[N, B]`.
         """
-        matrix = quantized.dequantize(weights, which)
-        matrix = matrix.reshape(*matrix.shape[:2], -1)
-        sums = _exact().rows(rows.to("float32"), matrix, sizes, transposed)
-        return sums.astype(dtype)
+        matrix = _matrices(weights, which)
+        return _exact().fprop(rows.to("float32"), matrix, sizes).astype(dtype)
+
+    def dgrad(
+        self,
+        cotangents: Rows,
+        weights: QuantizedWeights,
+        which: Which,
+        sizes: jax.Array,
+        dtype: Any,
+    ) -> jax.Array:
+        """Multiplies cotangents `[N, B]` by transposed matrices, else as `fprop`."""
+        matrix = _matrices(weights, which)
+        return _exact().dgrad(cotangents.to("float32"), matrix, sizes).astype(dtype)
 
     def gate_up(
         self,
@@ -162,7 +173,7 @@ class Operations:
 
         Args:
             rows: `[N, H]`.
-            weights: as in `product`.
+            weights: as in `fprop`.
             sizes: int32 `[L]`.
             inner: biases and activation.
             keep: whether the backward pass needs gate and up.
@@ -172,10 +183,10 @@ class Operations:
             The rows of down `[N, F]`; gate and up with their biases in bfloat16,
             `[N, 2, F]`, or None.
         """
-        both = self.product(rows, weights, "gate_up", sizes, jnp.float32)
-        both = both.reshape(both.shape[0], 2, both.shape[1] // 2)
-        gate = with_bias(both[:, 0], inner.gate_bias, sizes)
-        up = with_bias(both[:, 1], inner.up_bias, sizes)
+        sums = self.fprop(rows, weights, "gate_up", sizes, jnp.float32)
+        gate, up = jnp.split(sums, 2, axis=1)
+        gate = with_bias(gate, inner.gate_bias, sizes)
+        up = with_bias(up, inner.up_bias, sizes)
         h = inner(gate, up, sizes)
         kept = jnp.stack([gate, up], 1).astype(jnp.bfloat16) if keep else None
         if rows.scales is None:
@@ -195,7 +206,7 @@ class Operations:
 
         Args:
             rows: `[N, H]`.
-            weights: as in `product`.
+            weights: as in `fprop`.
             sizes: int32 `[L]`.
             inner: biases and activation.
             dtype: dtype of the tokens.
@@ -205,72 +216,70 @@ class Operations:
             `[N, H]`.
         """
         h, _ = self.gate_up(rows, weights, sizes, inner, False, dtype)
-        return self.product(h, weights, "down", sizes, out_dtype)
+        return self.fprop(h, weights, "down", sizes, out_dtype)
 
     def down_dgrad(
         self,
-        cotangent: Rows,
+        cotangents: Rows,
         weights: QuantizedWeights,
         sizes: jax.Array,
         inner: Inner,
-        both: jax.Array,
+        gate_up_rows: jax.Array,
     ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
         """Computes the backward pass of down and the activation.
 
         Args:
-            cotangent: `[N, H]`, of down's rows, from `quantize_cotangents`, or plain.
-            weights: as in `product`.
+            cotangents: `[N, H]`, of down's rows, from `quantize_cotangents`, or plain.
+            weights: as in `fprop`.
             sizes: int32 `[L]`.
-            inner: biases and activation; `both` already includes the biases.
-            both: gate and up, as `gate_up` kept them.
+            inner: biases and activation; `gate_up_rows` already include the biases.
+            gate_up_rows: gate and up, as `gate_up` kept them.
 
         Returns:
             The cotangents of gate and up side by side, `[N, 2 * F]`, quantised from
-            float32, or plain as `cotangent` is; the same in bfloat16, not quantised,
+            float32, or plain as `cotangents` are; the same in bfloat16, not quantised,
             `[N, 2, F]`; the cotangents of `inner.consts`.
         """
-        to_h = self.product(
-            cotangent, weights, "down", sizes, jnp.float32, transposed=True
-        )
-        wide = both.astype(jnp.float32)
+        to_h = self.dgrad(cotangents, weights, "down", sizes, jnp.float32)
+        wide = gate_up_rows.astype(jnp.float32)
         to_gate, to_up, to_consts = inner.gradients(wide[:, 0], wide[:, 1], sizes, to_h)
-        to_both = jnp.concatenate([to_gate, to_up], 1)
-        plain = to_both.astype(jnp.bfloat16).reshape(both.shape)
-        if cotangent.scales is None:
-            return Rows(to_both.astype(cotangent.values.dtype), None), plain, to_consts
-        return self.quantize_cotangents(to_both, sizes), plain, to_consts
+        joined = jnp.concatenate([to_gate, to_up], 1)
+        plain = joined.astype(jnp.bfloat16).reshape(gate_up_rows.shape)
+        if cotangents.scales is None:
+            return Rows(joined.astype(cotangents.values.dtype), None), plain, to_consts
+        return self.quantize_cotangents(joined, sizes), plain, to_consts
 
     def wgrad(
-        self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
+        self, rows: Rows, cotangents: jax.Array, sizes: jax.Array, dtype: Any
     ) -> jax.Array:
         """Sums outer products over each group, rounded once to `dtype`.
 
         Args:
             rows: `[N, A]`, which are dequantised to bfloat16.
-            cotangent: `[N, B]`, rounded to bfloat16.
+            cotangents: `[N, B]`, rounded to bfloat16.
             sizes: int32 `[L]`.
             dtype: of the result.
 
         Returns:
             `[L, A, B]`.
         """
-        real = real_rows(sizes, cotangent.shape[0])[:, None]
-        left = jnp.where(real, rows.to("bfloat16").astype(jnp.float32), 0)
-        right = cotangent.astype(jnp.bfloat16).astype(jnp.float32)
-        right = jnp.where(real, right, 0)
-        return _exact().outer(left, right, sizes, dtype)
+        has_token = rows_in_groups(sizes, cotangents.shape[0])[:, None]
+        values = jnp.where(has_token, rows.to("bfloat16").astype(jnp.float32), 0)
+        cotangents = cotangents.astype(jnp.bfloat16).astype(jnp.float32)
+        cotangents = jnp.where(has_token, cotangents, 0)
+        return _exact().wgrad(values, cotangents, sizes, dtype)
 
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
         del sizes
         return Rows(*quantized.quantize_cotangents(values))
 
-    def bias_grad(self, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    def bias_grad(self, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
         """Sums the cotangents `[N, F]` of each group's rows, to float32 `[L, F]`."""
-        return _exact().sums(cotangent, sizes)
+        return _exact().sums(cotangents, sizes)
 
 
-def real_rows(sizes: jax.Array, count: int) -> jax.Array:
+def rows_in_groups(sizes: jax.Array, count: int) -> jax.Array:
     """Returns bool `[count]`: whether each row belongs to a group."""
     return jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes)
 
@@ -283,5 +292,11 @@ def with_bias(rows: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.
     return rows.astype(jnp.float32) + own
 
 
-def _exact() -> grouped.How:
+def _matrices(weights: QuantizedWeights, which: Which) -> jax.Array:
+    """Returns float32 `[L, A, B]`, with gate's columns before up's."""
+    matrices = quantized.dequantize(weights, which)
+    return matrices.reshape(*matrices.shape[:2], -1)
+
+
+def _exact() -> grouped.Products:
     return grouped.everywhere(jax.lax.Precision.HIGHEST)

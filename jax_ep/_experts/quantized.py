@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_ep._core import pytrees
 from jax_ep._core.literals import WeightFormat
-from jax_ep._experts import four_bits
+from jax_ep._experts import mxfp4
 from jax_ep._native.loader import cpu as native
 
 Which = Literal["gate_up", "down"]
@@ -48,7 +48,7 @@ _E2M1_BOUNDS = (
 # The fields of `QuantizedWeights` that every device has, and the extra copies in the
 # order that kernels read.
 CANONICAL = ("gate_up", "gate_up_scales", "down", "down_scales")
-TURNED = ("gate_up_turned", "down_turned")
+TRANSPOSED = ("gate_up_transposed", "down_transposed")
 
 
 @pytrees.register(static=("format",))
@@ -75,10 +75,11 @@ class QuantizedWeights:
         down_scales: float32 `[L, F / 128, H / 128]` or float8_e8m0fnu
             `[L, F / 32, H]`.
         format: "fp8_block128" or "mxfp4" (static).
-        gate_up_turned: "fp8_block128": the codes of gate_up as `[L, 2, F, H]`. "mxfp4":
-            its codes and scales in the tiles that kernels read, uint8. Or None.
-        down_turned: "fp8_block128": the codes of down as `[L, H, F]`. "mxfp4": as
-            gate_up_turned. Or None.
+        gate_up_transposed: "fp8_block128": the codes of gate_up as `[L, 2, F, H]`.
+            "mxfp4": its codes and scales in the tiles that kernels read, uint8. Or
+            None.
+        down_transposed: "fp8_block128": the codes of down as `[L, H, F]`. "mxfp4": as
+            gate_up_transposed. Or None.
     """
 
     gate_up: jax.Array
@@ -86,12 +87,12 @@ class QuantizedWeights:
     down: jax.Array
     down_scales: jax.Array
     format: WeightFormat = "fp8_block128"
-    gate_up_turned: jax.Array | None = None
-    down_turned: jax.Array | None = None
+    gate_up_transposed: jax.Array | None = None
+    down_transposed: jax.Array | None = None
 
     def canonical(self) -> QuantizedWeights:
         """Returns the same weights as the four arrays that every device has."""
-        return dataclasses.replace(self, gate_up_turned=None, down_turned=None)
+        return dataclasses.replace(self, gate_up_transposed=None, down_transposed=None)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -126,27 +127,27 @@ def layout(
     }
 
 
-def turn(codes: jax.Array) -> jax.Array:
+def transpose(codes: jax.Array) -> jax.Array:
     """Moves the contracted dimension of gate_up or down to the end."""
     return jnp.moveaxis(codes, 1, -1)
 
 
-def turned_layout(
+def transposed_layout(
     name: WeightFormat, gate_up: tuple[int, ...], down: tuple[int, ...]
 ) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Returns the dtype and shape of each turned field that kernels support."""
+    """Returns the dtype and shape of each transposed field that kernels support."""
     found: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for field, matrix in zip(TURNED, (gate_up, down), strict=True):
+    for field, matrix in zip(TRANSPOSED, (gate_up, down), strict=True):
         group, contracted, *rest = matrix
         if name == "fp8_block128":
             found[field] = E4M3, (group, *rest, contracted)
-        elif (tiles := four_bits.shape(matrix)) is not None:
+        elif (tiles := mxfp4.shape(matrix)) is not None:
             found[field] = jnp.uint8, tiles
     return found
 
 
-def turned_entries(name: WeightFormat, matrix: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the spec's entries for a turned field, from those for its matrix."""
+def transposed_entries(name: WeightFormat, matrix: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the spec's entries for a transposed field, from those for its matrix."""
     group, contracted, *rest = matrix
     if name == "fp8_block128":
         return (group, *rest, contracted)
@@ -155,8 +156,8 @@ def turned_entries(name: WeightFormat, matrix: tuple[Any, ...]) -> tuple[Any, ..
 
 def concatenate(first: QuantizedWeights, rest: QuantizedWeights) -> QuantizedWeights:
     """Returns the experts of `first`, followed by those of `rest`."""
-    # If one of them comes from a checkpoint, it may lack turned fields.
-    for name in TURNED:
+    # If one of them comes from a checkpoint, it may lack transposed fields.
+    for name in TRANSPOSED:
         if getattr(first, name) is None or getattr(rest, name) is None:
             first = dataclasses.replace(first, **{name: None})
             rest = dataclasses.replace(rest, **{name: None})

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_ep._experts import kernels
-from jax_ep._experts.hopper_codes import HopperOperations
+from jax_ep._experts.hopper_fp8 import HopperOperations
 from jax_ep._experts.operations import Operations
 from jax_ep._native.plugins import wanted_extra
 

@@ -45,33 +45,33 @@ def apply(
 def _apply(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
     del dtypes
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
-    return batching.in_turn(_products)(rows, gate_up, down, sizes)
+    return batching.in_turn(_matmuls)(rows, gate_up, down, sizes)
 
 
-def _products(rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
+def _matmuls(rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
     if kernels.is_paired(rows.shape[0], sizes.shape[0]):
         return kernels.experts(rows, gate_up, down, sizes)
     h, _ = kernels.gate_up(rows, gate_up, sizes, keep=False)
-    return kernels.rows(h, down, sizes)
+    return kernels.fprop(h, down, sizes)
 
 
 def _forward(rows: Any, gate_up: Any, down: Any, sizes: Any, dtypes: Any) -> Any:
     del dtypes
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
     # Both have one name, so that a policy that saves it repeats no product.
-    h, both = (
+    h, gate_up_rows = (
         checkpoint_name(part, GATE_UP_NAME) for part in _hidden(rows, gate_up, sizes)
     )
-    out = grouped.by_rows(h, down, sizes, _HOPPER, False)
-    return out, (rows, gate_up, down, sizes, h, both)
+    out = grouped.fprop(h, down, sizes, _HOPPER)
+    return out, (rows, gate_up, down, sizes, h, gate_up_rows)
 
 
 def _backward(dtypes: Any, kept: Any, cotangent: Any) -> Any:
-    rows, gate_up, down, sizes, h, both = kept
-    to_both = _side_by_side(_down_back(cotangent, down, both, sizes))
-    to_rows = grouped.by_rows(to_both, _side_by_side(gate_up), sizes, _HOPPER, True)
-    to_gate_up: Any = grouped.by_groups(rows, to_both, sizes, _HOPPER, dtypes[0])
-    to_down = grouped.by_groups(h, cotangent, sizes, _HOPPER, dtypes[1])
+    rows, gate_up, down, sizes, h, gate_up_rows = kept
+    to_gate_up_rows = _side_by_side(_down_dgrad(cotangent, down, gate_up_rows, sizes))
+    to_rows = grouped.dgrad(to_gate_up_rows, _side_by_side(gate_up), sizes, _HOPPER)
+    to_gate_up: Any = grouped.wgrad(rows, to_gate_up_rows, sizes, _HOPPER, dtypes[0])
+    to_down = grouped.wgrad(h, cotangent, sizes, _HOPPER, dtypes[1])
     return to_rows, to_gate_up.reshape(gate_up.shape), to_down, None
 
 
@@ -86,16 +86,16 @@ def _hidden(rows: Any, gate_up: Any, sizes: Any) -> Any:
 
 
 def _hidden_forward(rows: Any, gate_up: Any, sizes: Any) -> Any:
-    h, both = _hidden(rows, gate_up, sizes)
-    return (h, both), (rows, gate_up, sizes, both)
+    h, gate_up_rows = _hidden(rows, gate_up, sizes)
+    return (h, gate_up_rows), (rows, gate_up, sizes, gate_up_rows)
 
 
 def _hidden_backward(kept: Any, cotangents: Any) -> Any:
-    rows, gate_up, sizes, both = kept
-    to_h, to_both = cotangents
-    back = _side_by_side(_swiglu_back(to_h, both) + to_both)
-    to_rows = grouped.by_rows(back, _side_by_side(gate_up), sizes, _HOPPER, True)
-    to_gate_up: Any = grouped.by_groups(rows, back, sizes, _HOPPER, gate_up.dtype)
+    rows, gate_up, sizes, gate_up_rows = kept
+    to_h, to_gate_up_rows = cotangents
+    back = _side_by_side(_swiglu_dgrad(to_h, gate_up_rows) + to_gate_up_rows)
+    to_rows = grouped.dgrad(back, _side_by_side(gate_up), sizes, _HOPPER)
+    to_gate_up: Any = grouped.wgrad(rows, back, sizes, _HOPPER, gate_up.dtype)
     return to_rows, to_gate_up.reshape(gate_up.shape), None
 
 
@@ -103,37 +103,40 @@ _hidden.defvjp(_hidden_forward, _hidden_backward)
 
 
 @jax.custom_vjp
-def _down_back(cotangent: Any, down: Any, both: Any, sizes: Any) -> Any:
+def _down_dgrad(cotangent: Any, down: Any, gate_up_rows: Any, sizes: Any) -> Any:
     """Returns the cotangents of gate and up, from those of down's rows."""
-    return batching.in_turn(kernels.down_back)(cotangent, down, both, sizes)
+    return batching.in_turn(kernels.down_dgrad)(cotangent, down, gate_up_rows, sizes)
 
 
-def _down_back_forward(cotangent: Any, down: Any, both: Any, sizes: Any) -> Any:
-    given = (cotangent, down, both, sizes)
-    return _down_back(*given), given
+def _down_dgrad_forward(
+    cotangent: Any, down: Any, gate_up_rows: Any, sizes: Any
+) -> Any:
+    given = (cotangent, down, gate_up_rows, sizes)
+    return _down_dgrad(*given), given
 
 
-def _down_back_backward(kept: Any, cotangents: Any) -> Any:
+def _down_dgrad_backward(kept: Any, cotangents: Any) -> Any:
     *given, sizes = kept
 
-    def plain(cotangent: Any, down: Any, both: Any) -> Any:
-        to_h: Any = grouped.by_rows(cotangent, down, sizes, _HOPPER, True)
-        return _swiglu_back(to_h, both)
+    def plain(cotangent: Any, down: Any, gate_up_rows: Any) -> Any:
+        to_h: Any = grouped.dgrad(cotangent, down, sizes, _HOPPER)
+        return _swiglu_dgrad(to_h, gate_up_rows)
 
     _, back = jax.vjp(plain, *given)
     return *back(cotangents), None
 
 
-_down_back.defvjp(_down_back_forward, _down_back_backward)
+_down_dgrad.defvjp(_down_dgrad_forward, _down_dgrad_backward)
 
 
-def _swiglu_back(to_h: jax.Array, both: jax.Array) -> jax.Array:
+def _swiglu_dgrad(to_h: jax.Array, gate_up_rows: jax.Array) -> jax.Array:
     """Returns the cotangents of gate and up `[N, 2, F]`, from those of h `[N, F]`."""
-    gate, up, to = (each.astype(jnp.float32) for each in (both[:, 0], both[:, 1], to_h))
+    gate, up = (gate_up_rows[:, side].astype(jnp.float32) for side in (0, 1))
+    to = to_h.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     to_gate = to * up * (sigmoid + silu * (1 - sigmoid))
-    return jnp.stack([to_gate, to * silu], 1).astype(both.dtype)
+    return jnp.stack([to_gate, to * silu], 1).astype(gate_up_rows.dtype)
 
 
 def _side_by_side(values: jax.Array) -> jax.Array:

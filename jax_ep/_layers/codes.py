@@ -25,27 +25,27 @@ FIELDS = quantized.CANONICAL
 
 
 class Form(NamedTuple):
-    """The kind of a `QuantizedWeights`: its format, and which codes it has turned."""
+    """The kind of a `QuantizedWeights`: its format, and the transposed codes it has."""
 
     format: WeightFormat
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, codes: QuantizedWeights) -> Form:
         """Returns the form of `codes`."""
-        names = (n for n in quantized.TURNED if getattr(codes, n) is not None)
+        names = (n for n in quantized.TRANSPOSED if getattr(codes, n) is not None)
         return cls(codes.format, tuple(names))
 
     @classmethod
     def made(cls, params: Mapping[str, Param], name: WeightFormat, mesh: Mesh) -> Form:
         """Returns the form of the codes that the function `made` returns."""
-        if not select.operations().turns_weights:
+        if not select.operations().transposes_weights:
             return cls(name)
         parts = (_part(params[field], mesh) for field in ("gate_up", "down"))
-        # Codes that are gathered are turned after that, so that fewer bytes are sent.
+        # Codes that are gathered are transposed afterwards, so that fewer bytes travel.
         whole = (
             n
-            for n in quantized.turned_layout(name, *parts)
+            for n in quantized.transposed_layout(name, *parts)
             if params[_matrix(n)].gathered is None
         )
         return cls(name, tuple(whole))
@@ -74,7 +74,7 @@ def in_place(params: Mapping[str, Param], name: WeightFormat) -> dict[str, Param
 
 
 def _matrix(field: str) -> str:
-    return field.removesuffix("_scales").removesuffix("_turned")
+    return field.removesuffix("_scales").removesuffix("_transposed")
 
 
 def _part(param: Param, mesh: Mesh) -> tuple[int, ...]:
@@ -89,13 +89,13 @@ def _part(param: Param, mesh: Mesh) -> tuple[int, ...]:
 def specs(params: Mapping[str, Param], form: Form) -> Any:
     """Returns a `QuantizedWeights` of the specs of its arrays."""
     each: Any = [PartitionSpec(*params[_matrix(field)].spec) for field in FIELDS]
-    turned: Any = {}
-    for field in form.turned:
+    transposed: Any = {}
+    for field in form.transposed:
         param = params[_matrix(field)]
         spec = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
-        entries = quantized.turned_entries(form.format, spec)
-        turned[field] = PartitionSpec(*entries)
-    return QuantizedWeights(*each, format=form.format, **turned)
+        entries = quantized.transposed_entries(form.format, spec)
+        transposed[field] = PartitionSpec(*entries)
+    return QuantizedWeights(*each, format=form.format, **transposed)
 
 
 def checked(function: str, codes: Any, params: Mapping[str, Param]) -> QuantizedWeights:
@@ -126,7 +126,7 @@ def made(
     """Quantises gate_up and down, global arrays, each rank its own part."""
     whole = [params[field] for field in ("gate_up", "down")]
     form = Form.made(params, name, mesh)
-    dropped = dict.fromkeys(set(quantized.TURNED) - set(form.turned))
+    dropped = dict.fromkeys(set(quantized.TRANSPOSED) - set(form.transposed))
 
     def quantize(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
         with errors.told_of(function):
@@ -175,11 +175,11 @@ def require_blocks(
 
 
 def prepared(
-    function: str, mesh: Mesh, params: Mapping[str, Param], held: QuantizedWeights
+    function: str, mesh: Mesh, params: Mapping[str, Param], canonical: QuantizedWeights
 ) -> QuantizedWeights:
-    """Adds what kernels read to the canonical codes `held`; each rank to its part."""
-    form = Form.made(params, held.format, mesh)
-    dropped = dict.fromkeys(set(quantized.TURNED) - set(form.turned))
+    """Adds what kernels read to canonical codes; each rank to its part."""
+    form = Form.made(params, canonical.format, mesh)
+    dropped = dict.fromkeys(set(quantized.TRANSPOSED) - set(form.transposed))
 
     def prepare(codes: QuantizedWeights) -> QuantizedWeights:
         with errors.told_of(function):
@@ -188,9 +188,9 @@ def prepared(
     run = jax.shard_map(
         prepare,
         mesh=mesh,
-        in_specs=(specs(params, Form(held.format)),),
+        in_specs=(specs(params, Form(canonical.format)),),
         out_specs=specs(params, form),
         # As in `made`.
         check_vma=not traces.spmd_axis_names(),
     )
-    return run(held)
+    return run(canonical)

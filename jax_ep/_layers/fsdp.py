@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax_ep._core import errors
 from jax_ep._core.arrays import in_bytes
 from jax_ep._core.varying import all_gather, psum_scatter, vary_alike
-from jax_ep._experts.quantized import CANONICAL, TURNED, QuantizedWeights
+from jax_ep._experts.quantized import CANONICAL, TRANSPOSED, QuantizedWeights
 from jax_ep._layers.params import Param, entry_axes
 
 # The name of gathered weights for remat policies. A policy that does not save them
@@ -209,7 +209,9 @@ def gather_codes(
         return found
 
     # Turned codes are dropped, and each rank makes them again: that halves the bytes.
-    split = (name for name in TURNED if params[name.removesuffix("_turned")].gathered)
+    split = (
+        name for name in TRANSPOSED if params[name.removesuffix("_transposed")].gathered
+    )
     return dataclasses.replace(
         codes, **{name: whole(name) for name in CANONICAL}, **dict.fromkeys(split)
     )

@@ -44,7 +44,7 @@ FIRST = {
     "Pending": ("held ports", "kind key"),
     "Placement": ("expert_of places offsets", ""),
     "QuantizedWeights": (
-        "gate_up gate_up_scales down down_scales gate_up_turned down_turned",
+        "gate_up gate_up_scales down down_scales gate_up_transposed down_transposed",
         "format",
     ),
     "Route": (
@@ -209,7 +209,7 @@ class TestFlaxState:
     def test_saved_before_a_field_was_added(self, serialization) -> None:
         value = values()["QuantizedWeights"]
         state = serialization.to_state_dict(value)
-        del state["gate_up_turned"]
+        del state["gate_up_transposed"]
         restored = serialization.from_state_dict(value, state)
         assert_same(restored, value)
 

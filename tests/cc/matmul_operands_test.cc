@@ -17,14 +17,14 @@ constexpr int64_t N = 6, G = 3, A = 384, B = 256, X = A / 128, Y = B / 128;
 
 void CheckStep(const MatmulStep& step, MatmulKind kind, ElementType element) {
   CHECK(step.kind == kind && step.element == element);
-  CHECK(step.rows == N && step.groups == G && step.left_columns == A && step.columns == B);
-  CHECK(step.sizes != nullptr && step.left != nullptr && step.right != nullptr);
+  CHECK(step.m == N && step.groups == G && step.k == A && step.n == B);
+  CHECK(step.sizes != nullptr && step.a != nullptr && step.b != nullptr);
 }
 
 template <typename Call>
-void TestRows(MatmulKind kind, std::vector<int64_t> matrices) {
+void TestMatmul(MatmulKind kind, const char* rows, std::vector<int64_t> matrices) {
   CustomCall made;
-  made.Add("rows", ffi::BF16, {N, A});
+  made.Add(rows, ffi::BF16, {N, A});
   made.Add("matrices", ffi::BF16, std::move(matrices));
   made.Add("group_sizes", ffi::S32, {G});
   made.Add("-> out", ffi::BF16, {N, B});
@@ -42,80 +42,78 @@ void TestGateUp() {
     made.Add("matrices", ffi::F16, {G, A, 2, B});
     made.Add("group_sizes", ffi::S32, {G});
     made.Add("-> h", ffi::F16, {N, B});
-    made.Add("-> both", ffi::F16, {keep ? N : 0, 2, B});
+    made.Add("-> gate_up_rows", ffi::F16, {keep ? N : 0, 2, B});
     made.attributes = {{"keep", keep}};
     const MatmulStep step = Passes<GateUpCall>(made).step;
     CheckStep(step, MatmulKind::kGateUp, ElementType::kFloat16);
-    CHECK(step.out != nullptr && (step.both != nullptr) == keep);
+    CHECK(step.d != nullptr && (step.gate_up_rows != nullptr) == keep);
   }
 }
 
-void TestDownBack() {
+void TestDownDgrad() {
   CustomCall made;
   made.Add("cotangents", ffi::BF16, {N, A});
   made.Add("matrices", ffi::BF16, {G, B, A});
-  made.Add("both", ffi::BF16, {N, 2, B});
+  made.Add("gate_up_rows", ffi::BF16, {N, 2, B});
   made.Add("group_sizes", ffi::S32, {G});
-  made.Add("-> to_both", ffi::BF16, {N, 2, B});
-  CHECK(Refusal<DownBackCall>(made).find("both must be given as its own result") !=
+  made.Add("-> to_gate_up_rows", ffi::BF16, {N, 2, B});
+  CHECK(Refusal<DownDgradCall>(made).find("gate_up_rows must be given as its own result") !=
         std::string::npos);
   made.aliases = {{2, 4}};
-  const MatmulStep step = Passes<DownBackCall>(made).step;
-  CheckStep(step, MatmulKind::kDownBack, ElementType::kBFloat16);
-  CHECK(step.both == step.to_both);
+  const MatmulStep step = Passes<DownDgradCall>(made).step;
+  CheckStep(step, MatmulKind::kDownDgrad, ElementType::kBFloat16);
+  CHECK(step.gate_up_rows == step.to_gate_up_rows);
 }
 
-void TestOuter() {
+void TestWgrad() {
   for (const bool is_float : {false, true}) {
     CustomCall made;
-    made.Add("left", ffi::BF16, {N, A});
-    made.Add("right", ffi::BF16, {N, B});
+    made.Add("rows", ffi::BF16, {N, A});
+    made.Add("cotangents", ffi::BF16, {N, B});
     made.Add("group_sizes", ffi::S32, {G});
     made.Add("-> out", is_float ? ffi::F32 : ffi::BF16, {G, A, B});
     made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "bfloat16")}};
-    const MatmulStep step = Passes<OuterCall>(made).step;
-    CheckStep(step, MatmulKind::kOuter, ElementType::kBFloat16);
+    const MatmulStep step = Passes<WgradCall>(made).step;
+    CheckStep(step, MatmulKind::kWgrad, ElementType::kBFloat16);
     CHECK(step.out_element == (is_float ? ElementType::kFloat32 : ElementType::kBFloat16));
     made.operands.back().dtype = ffi::F16;
     made.attributes = {{"out_dtype", std::string("float16")}};
-    CHECK(!Refusal<OuterCall>(made).empty());
+    CHECK(!Refusal<WgradCall>(made).empty());
     made.attributes = {{"out_dtype", std::string("float64")}};
-    CHECK(Refusal<OuterCall>(made).find("unknown out_dtype") != std::string::npos);
+    CHECK(Refusal<WgradCall>(made).find("unknown out_dtype") != std::string::npos);
   }
 }
 
-// The index of side s's scale for block k of the contracted dimension and block b of the other.
-int64_t ScaleAt(const MatmulStep& step, int64_t group, int64_t k, int64_t s, int64_t b) {
+// The index of side s's scale for block k of K and block n of N.
+int64_t ScaleAt(const MatmulStep& step, int64_t group, int64_t k, int64_t s, int64_t n) {
   return group * step.scales_per_group + k * step.scales_per_k + s * step.scales_per_side +
-         b * step.scales_per_b;
+         n * step.scales_per_n;
 }
 
-void TestCodeRows() {
-  for (const bool turned : {false, true}) {
-    for (const bool is_float : {false, true}) {
-      CustomCall made;
-      made.Add("rows", kCode, {N, A});
-      made.Add("row_scales", ffi::F32, {N, X});
-      made.Add("matrices", kCode, {G, B, A});
-      made.Add("matrix_scales", ffi::F32, {G, turned ? X : Y, turned ? Y : X});
-      made.Add("group_sizes", ffi::S32, {G});
-      made.Add("-> out", is_float ? ffi::F32 : ffi::F16, {N, B});
-      made.attributes = {{"turned", turned},
-                         {"out_dtype", std::string(is_float ? "float32" : "float16")}};
-      const MatmulStep step = Passes<CodeRowsCall>(made).step;
-      CheckStep(step, MatmulKind::kCodeRows,
-                is_float ? ElementType::kBFloat16 : ElementType::kFloat16);
-      CHECK(step.left_scales != nullptr && step.right_scales != nullptr);
-      for (int64_t k = 0; k < X; ++k) {
-        for (int64_t b = 0; b < Y; ++b) {
-          CHECK(ScaleAt(step, 2, k, 0, b) == 2 * X * Y + (turned ? k * Y + b : b * X + k));
-        }
+template <typename Call>
+void TestFp8Matmul(const std::string& rows, bool fprop) {
+  for (const bool is_float : {false, true}) {
+    CustomCall made;
+    made.Add(rows + "s", kCode, {N, A});
+    made.Add(rows + "_scales", ffi::F32, {N, X});
+    made.Add("matrices", kCode, {G, B, A});
+    made.Add("matrix_scales", ffi::F32, {G, fprop ? X : Y, fprop ? Y : X});
+    made.Add("group_sizes", ffi::S32, {G});
+    made.Add("-> out", is_float ? ffi::F32 : ffi::F16, {N, B});
+    made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "float16")}};
+    const MatmulStep step = Passes<Call>(made).step;
+    CheckStep(step, MatmulKind::kFp8Matmul,
+              is_float ? ElementType::kBFloat16 : ElementType::kFloat16);
+    CHECK(step.a_scales != nullptr && step.b_scales != nullptr);
+    for (int64_t k = 0; k < X; ++k) {
+      for (int64_t n = 0; n < Y; ++n) {
+        CHECK(ScaleAt(step, 2, k, 0, n) == 2 * X * Y + (fprop ? k * Y + n : n * X + k));
       }
     }
   }
 }
 
-void TestCodeGateUp() {
+void TestFp8GateUp() {
   for (const bool keep : {false, true}) {
     CustomCall made;
     made.Add("rows", kCode, {N, A});
@@ -125,11 +123,11 @@ void TestCodeGateUp() {
     made.Add("group_sizes", ffi::S32, {G});
     made.Add("-> h", kCode, {N, B});
     made.Add("-> h_scales", ffi::F32, {N, Y});
-    made.Add("-> both", ffi::BF16, {keep ? N : 0, 2, B});
+    made.Add("-> gate_up_rows", ffi::BF16, {keep ? N : 0, 2, B});
     made.attributes = {{"keep", keep}, {"out_dtype", std::string("bfloat16")}};
-    const MatmulStep step = Passes<CodeGateUpCall>(made).step;
-    CheckStep(step, MatmulKind::kCodeGateUp, ElementType::kBFloat16);
-    CHECK(step.out_scales != nullptr && (step.both != nullptr) == keep);
+    const MatmulStep step = Passes<Fp8GateUpCall>(made).step;
+    CheckStep(step, MatmulKind::kFp8GateUp, ElementType::kBFloat16);
+    CHECK(step.d_scales != nullptr && (step.gate_up_rows != nullptr) == keep);
     for (int64_t k = 0; k < X; ++k) {
       for (int64_t s = 0; s < 2; ++s) {
         for (int64_t b = 0; b < Y; ++b) {
@@ -139,42 +137,42 @@ void TestCodeGateUp() {
     }
     made.operands.back().dtype = ffi::F32;
     made.attributes[1].second = std::string("float32");
-    CHECK(Refusal<CodeGateUpCall>(made).find("16 bits") != std::string::npos);
+    CHECK(Refusal<Fp8GateUpCall>(made).find("16 bits") != std::string::npos);
   }
 }
 
-void TestCodeDownBack() {
+void TestFp8DownDgrad() {
   CustomCall made;
   made.Add("cotangents", kCode, {N, A});
   made.Add("cotangent_scales", ffi::F32, {N, X});
   made.Add("matrices", kCode, {G, B, A});
   made.Add("matrix_scales", ffi::F32, {G, Y, X});
-  made.Add("both", ffi::BF16, {N, 2, B});
+  made.Add("gate_up_rows", ffi::BF16, {N, 2, B});
   made.Add("group_sizes", ffi::S32, {G});
   made.Add("-> codes", kCode, {N, 2, B});
-  made.Add("-> code_scales", ffi::F32, {N, 2, Y});
-  made.Add("-> to_both", ffi::BF16, {N, 2, B});
+  made.Add("-> scales", ffi::F32, {N, 2, Y});
+  made.Add("-> to_gate_up_rows", ffi::BF16, {N, 2, B});
   made.attributes = {{"out_dtype", std::string("bfloat16")}};
   made.aliases = {{4, 8}};
-  const MatmulStep step = Passes<CodeDownBackCall>(made).step;
-  CheckStep(step, MatmulKind::kCodeDownBack, ElementType::kBFloat16);
-  CHECK(step.both == step.to_both && step.out_scales != nullptr);
+  const MatmulStep step = Passes<Fp8DownDgradCall>(made).step;
+  CheckStep(step, MatmulKind::kFp8DownDgrad, ElementType::kBFloat16);
+  CHECK(step.gate_up_rows == step.to_gate_up_rows && step.d_scales != nullptr);
   CHECK(ScaleAt(step, 1, 2, 0, 1) == X * Y + X + 2);
 }
 
-// Both products of a call, the second of which has the first one's result on its left.
-void CheckExperts(const ExpertsStep& step, bool codes, ElementType element) {
+// Both matmuls of a call; D of the first one is A of the second.
+void CheckExperts(const ExpertsStep& step, bool fp8, ElementType element) {
   const MatmulStep up = step.GateUp(), down = step.Down();
-  CheckStep(up, codes ? MatmulKind::kCodeGateUp : MatmulKind::kGateUp, element);
-  CHECK(down.kind == (codes ? MatmulKind::kCodeRows : MatmulKind::kRows));
-  CHECK(down.element == element && down.rows == N && down.groups == G);
-  CHECK(down.left_columns == B && down.columns == A && down.sizes == up.sizes);
-  CHECK(up.out != nullptr && down.left == up.out && down.left_scales == up.out_scales);
-  CHECK(up.left == step.left && up.right == step.gate_up && down.right == step.down);
-  CHECK(up.both == nullptr && down.out == step.out && down.out_element == step.out_element);
-  if (!codes) return;
-  CHECK(up.left_scales == step.left_scales && up.out_scales != nullptr);
-  CHECK(up.right_scales == step.gate_up_scales && down.right_scales == step.down_scales);
+  CheckStep(up, fp8 ? MatmulKind::kFp8GateUp : MatmulKind::kGateUp, element);
+  CHECK(down.kind == (fp8 ? MatmulKind::kFp8Matmul : MatmulKind::kFprop));
+  CHECK(down.element == element && down.m == N && down.groups == G);
+  CHECK(down.k == B && down.n == A && down.sizes == up.sizes);
+  CHECK(up.d != nullptr && down.a == up.d && down.a_scales == up.d_scales);
+  CHECK(up.a == step.a && up.b == step.gate_up && down.b == step.down);
+  CHECK(up.gate_up_rows == nullptr && down.d == step.d && down.out_element == step.out_element);
+  if (!fp8) return;
+  CHECK(up.a_scales == step.a_scales && up.d_scales != nullptr);
+  CHECK(up.b_scales == step.gate_up_scales && down.b_scales == step.down_scales);
   for (int64_t x = 0; x < X; ++x) {
     for (int64_t y = 0; y < Y; ++y) {
       for (int64_t side = 0; side < 2; ++side) {
@@ -200,7 +198,7 @@ void TestExperts() {
   CHECK(Refusal<ExpertsCall>(made).find("16 bits") != std::string::npos);
 }
 
-void TestCodeExperts() {
+void TestFp8Experts() {
   for (const bool is_float : {false, true}) {
     CustomCall made;
     made.Add("rows", kCode, {N, A});
@@ -214,7 +212,7 @@ void TestCodeExperts() {
     made.Add("-> h_scales", ffi::F32, {N, Y});
     made.Add("-> out", is_float ? ffi::F32 : ffi::F16, {N, A});
     made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "float16")}};
-    const ExpertsStep step = Passes<CodeExpertsCall>(made).step;
+    const ExpertsStep step = Passes<Fp8ExpertsCall>(made).step;
     CheckExperts(step, true, is_float ? ElementType::kBFloat16 : ElementType::kFloat16);
     CHECK(step.out_element == (is_float ? ElementType::kFloat32 : ElementType::kFloat16));
   }
@@ -222,19 +220,19 @@ void TestCodeExperts() {
 
 void TestQuantizeMatrices() {
   for (const int64_t sides : {int64_t{1}, int64_t{2}}) {
-    for (const bool turned : {false, true}) {
+    for (const bool transposed : {false, true}) {
       CustomCall made;
       made.Add("matrices", ffi::F32, {G, A, sides, B});
       made.Add("-> codes", kCode, {G, A, sides, B});
       made.Add("-> scales", ffi::F32, {G, X, sides, Y});
-      made.Add("-> turned", kCode, {turned ? G : 0, sides, B, A});
-      made.attributes = {{"turned", turned}};
+      made.Add("-> transposed", kCode, {transposed ? G : 0, sides, B, A});
+      made.attributes = {{"transposed", transposed}};
       CurrentCase() = QuantizeMatricesCall::kTarget;
       QuantizeMatricesCall call;
       CHECK(Refusal(made, call).empty());
       const QuantizeMatricesStep& step = call.step;
       CHECK(step.element == ElementType::kFloat32 && step.groups == G && step.rows == A &&
-            step.sides == sides && step.columns == B && (step.turned != nullptr) == turned);
+            step.sides == sides && step.columns == B && (step.transposed != nullptr) == transposed);
       for (size_t i = 0; i < made.operands.size(); ++i) {
         for (size_t dim = 0; dim < 4; ++dim) {
           CustomCall other = made;
@@ -253,14 +251,14 @@ void TestAlignment() {
   made.Add("matrices", ffi::BF16, {G, 12, 16});
   made.Add("group_sizes", ffi::S32, {G});
   made.Add("-> out", ffi::BF16, {N, 16});
-  CHECK(Refusal<RowsCall>(made) == "ep_rows: A must be a multiple of 8, got 12");
+  CHECK(Refusal<FpropCall>(made) == "ep_fprop: A must be a multiple of 8, got 12");
   for (const int64_t rows : {int64_t{0}, int64_t{1}}) {
     CustomCall fits;
     fits.Add("rows", ffi::BF16, {rows, 8});
     fits.Add("matrices", ffi::BF16, {G, 8, 16});
     fits.Add("group_sizes", ffi::S32, {G});
     fits.Add("-> out", ffi::BF16, {rows, 16});
-    CHECK(Refusal<RowsCall>(fits).empty());
+    CHECK(Refusal<FpropCall>(fits).empty());
   }
 }
 
@@ -270,16 +268,17 @@ void TestAlignment() {
 int main() {
   using namespace jax_ep::ffi_layer;
   using jax_ep::MatmulKind;
-  TestRows<RowsCall>(MatmulKind::kRows, {G, A, B});
-  TestRows<RowsTransposedCall>(MatmulKind::kRowsTransposed, {G, B, A});
+  TestMatmul<FpropCall>(MatmulKind::kFprop, "rows", {G, A, B});
+  TestMatmul<DgradCall>(MatmulKind::kDgrad, "cotangents", {G, B, A});
   TestGateUp();
-  TestDownBack();
-  TestOuter();
-  TestCodeRows();
-  TestCodeGateUp();
-  TestCodeDownBack();
+  TestDownDgrad();
+  TestWgrad();
+  TestFp8Matmul<Fp8FpropCall>("row", true);
+  TestFp8Matmul<Fp8DgradCall>("cotangent", false);
+  TestFp8GateUp();
+  TestFp8DownDgrad();
   TestExperts();
-  TestCodeExperts();
+  TestFp8Experts();
   TestQuantizeMatrices();
   TestAlignment();
   std::printf("all matmul operands passed\n");

@@ -269,12 +269,12 @@ void TensorLoad(void* shared, const TensorMap& map, const int32_t (&at)[4], uint
 
 inline constexpr uint32_t kWarpgroupThreads = 128;
 enum class Operands { kBFloat16, kFloat16, kE4M3 };
-// sums [64, columns] (+)= left * right of 32 bytes of the contracted dimension.
+// sums [64, columns] (+)= a * b of 32 bytes of the contracted dimension.
 struct Product {
   Operands operands;
   uint32_t columns;
-  bool left_across, right_across, add;
-  uint64_t left, right;
+  bool a_mn_major, b_mn_major, add;
+  uint64_t a, b;
   bool operator==(const Product&) const = default;
 };
 void IssueProduct(const Product& product, float* sums);

@@ -23,10 +23,10 @@ using cuda::MatmulKind;
 using cuda::MatmulStep;
 using Format = Fp8Block128Format;
 
-constexpr const char* kNames[] = {"rows",         "rows_transposed", "gate_up",
-                                  "down_back",    "outer",           "code_rows",
-                                  "code_gate_up", "code_down_back",  "experts"};
-constexpr int64_t kExperts = std::size(kNames) - 1;  // both products; the others are kinds
+constexpr const char* kNames[] = {"fprop",       "dgrad",          "gate_up",
+                                  "down_dgrad",  "wgrad",          "fp8_matmul",
+                                  "fp8_gate_up", "fp8_down_dgrad", "experts"};
+constexpr int64_t kExperts = std::size(kNames) - 1;  // both matmuls; the others are kinds
 constexpr int64_t kBlock = Format::kBlock;
 constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 
@@ -35,21 +35,21 @@ constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 struct Draws {
   MatmulKind kind;
   ElementType element, out;
-  int64_t rows, left_columns, columns;
+  int64_t m, k, n;
   std::vector<int32_t> sizes;
-  bool both;               // whether gate and up are kept
+  bool keep;               // whether gate and up are kept
   bool in_place;           // whether their cotangents overwrite them
-  bool scales_transposed;  // of the right operand
+  bool scales_transposed;  // of B
   bool nans;               // also in groups
-  float magnitude;         // of the left operand
+  float magnitude;         // of A
 
-  bool codes() const { return OfCodes(kind); }
-  bool outer() const { return kind == MatmulKind::kOuter; }
-  bool gate_up() const { return kind == MatmulKind::kGateUp || kind == MatmulKind::kCodeGateUp; }
-  bool down_back() const {
-    return kind == MatmulKind::kDownBack || kind == MatmulKind::kCodeDownBack;
+  bool fp8() const { return IsFp8(kind); }
+  bool wgrad() const { return kind == MatmulKind::kWgrad; }
+  bool gate_up() const { return kind == MatmulKind::kGateUp || kind == MatmulKind::kFp8GateUp; }
+  bool down_dgrad() const {
+    return kind == MatmulKind::kDownDgrad || kind == MatmulKind::kFp8DownDgrad;
   }
-  bool across() const { return kind == MatmulKind::kRows || kind == MatmulKind::kGateUp; }
+  bool b_mn_major() const { return kind == MatmulKind::kFprop || kind == MatmulKind::kGateUp; }
   int64_t groups() const { return static_cast<int64_t>(sizes.size()); }
   int64_t sides() const { return gate_up() ? 2 : 1; }
 };
@@ -60,8 +60,8 @@ std::string Text(const Draws& draws) {
     text += std::string(" ") + name + " " + std::to_string(value);
   };
   add("element", int64_t(draws.element)), add("out", int64_t(draws.out));
-  add("N", draws.rows), add("K", draws.left_columns), add("B", draws.columns);
-  add("both", draws.both), add("in_place", draws.in_place);
+  add("M", draws.m), add("K", draws.k), add("N", draws.n);
+  add("keep", draws.keep), add("in_place", draws.in_place);
   add("transposed", draws.scales_transposed), add("nans", draws.nans);
   add("magnitude", std::log2(draws.magnitude));
   text += " sizes";
@@ -90,24 +90,23 @@ Draws Draw(Random& random, MatmulKind kind) {
   Draws draws{};
   draws.kind = kind;
   draws.element = random.OneIn(2) ? ElementType::kBFloat16 : ElementType::kFloat16;
-  const bool may_be_float = kind == MatmulKind::kOuter || kind == MatmulKind::kCodeRows;
+  const bool may_be_float = kind == MatmulKind::kWgrad || kind == MatmulKind::kFp8Matmul;
   draws.out = random.OneIn(2) && may_be_float ? ElementType::kFloat32 : draws.element;
   const int64_t align = ColumnsAlign(kind);
   const auto draw_columns = [&]() -> int64_t {
     if (align == kBlock) return kBlock * random.In(1, 3);
     return random.OneIn(3) ? 64 * random.In(1, 5) : align * random.In(1, 42);
   };
-  draws.left_columns = draw_columns(), draws.columns = draw_columns();
-  // Several times more steps than there are stages.
-  if (random.OneIn(6))
-    draws.left_columns += OfCodes(kind) ? kBlock * random.In(4, 8) : 64 * random.In(4, 12);
+  draws.k = draw_columns(), draws.n = draw_columns();
+  // Several times more blocks of K than there are stages.
+  if (random.OneIn(6)) draws.k += IsFp8(kind) ? kBlock * random.In(4, 8) : 64 * random.In(4, 12);
   int64_t groups = random.In(1, 5);
   // More than a warp has lanes.
   const bool many = random.OneIn(12);
   if (many) {
     groups = random.In(30, 70);
-    draws.left_columns = align * random.In(1, align == kBlock ? 1 : 9);
-    draws.columns = align * random.In(1, align == kBlock ? 1 : 9);
+    draws.k = align * random.In(1, align == kBlock ? 1 : 9);
+    draws.n = align * random.In(1, align == kBlock ? 1 : 9);
   }
   int64_t rows = 0;
   for (int64_t i = 0; i < groups; ++i) {
@@ -116,17 +115,17 @@ Draws Draw(Random& random, MatmulKind kind) {
     draws.sizes.push_back(size);
     rows += std::max(size, 0);
   }
-  draws.rows = rows + (random.OneIn(2) ? 0 : random.In(0, 150));
+  draws.m = rows + (random.OneIn(2) ? 0 : random.In(0, 150));
   if (random.OneIn(4)) {
-    draws.rows = random.In(0, rows);
+    draws.m = random.In(0, rows);
     if (random.OneIn(3)) draws.sizes[random.Bits() % draws.sizes.size()] = INT32_MAX;
   }
-  draws.both = random.OneIn(2);
+  draws.keep = random.OneIn(2);
   draws.in_place = random.OneIn(2);
   draws.scales_transposed = random.OneIn(2);
   draws.nans = random.OneIn(3);
   draws.magnitude = random.OneIn(3) ? 0x1p-10f : 1.0f;
-  if (kind == MatmulKind::kCodeDownBack && random.OneIn(2)) draws.magnitude = 0x1p-40f;
+  if (kind == MatmulKind::kFp8DownDgrad && random.OneIn(2)) draws.magnitude = 0x1p-40f;
   return draws;
 }
 
@@ -191,141 +190,141 @@ struct Case {
   Draws draws;
   std::vector<int64_t> starts;  // of groups, then the end of the last one
   Array<int32_t> sizes;
-  Array<uint8_t> left, right, both, to_both, out;
-  Array<float> left_scales, right_scales, out_scales;
-  Values left_values, right_values, both_values;
+  Array<uint8_t> a, b, gate_up_rows, to_gate_up_rows, d;
+  Array<float> a_scales, b_scales, d_scales;
+  Values a_values, b_values, gate_up_values;
   MatmulStep step{};
 
   Case(const Draws& of, Random& random) : draws(of) {
-    const int64_t n = of.rows, k = of.left_columns, b = of.columns;
+    const int64_t m = of.m, k = of.k, n = of.n;
     starts = {0};
     sizes = Array<int32_t>(of.groups());
     for (int64_t i = 0; i < of.groups(); ++i) {
       sizes[i] = of.sizes[static_cast<size_t>(i)];
-      starts.push_back(std::min(n, starts.back() + std::max(sizes[i], 0)));
+      starts.push_back(std::min(m, starts.back() + std::max(sizes[i], 0)));
     }
-    const int64_t rights = of.outer() ? n * b : of.groups() * of.sides() * b * k;
-    const int64_t bytes = of.codes() ? 1 : 2;
-    left = Array<uint8_t>(n * k * bytes), right = Array<uint8_t>(rights * bytes);
-    if (of.codes()) {
-      FillCodes(random, rights);
+    const int64_t b_count = of.wgrad() ? m * n : of.groups() * of.sides() * n * k;
+    const int64_t bytes = of.fp8() ? 1 : 2;
+    a = Array<uint8_t>(m * k * bytes), b = Array<uint8_t>(b_count * bytes);
+    if (of.fp8()) {
+      FillFp8(random, b_count);
     } else {
-      left_values = FillElements(random, left, of.element, n * k, of.magnitude);
-      right_values = FillElements(random, right, of.element, rights, 1.0f);
+      a_values = FillElements(random, a, of.element, m * k, of.magnitude);
+      b_values = FillElements(random, b, of.element, b_count, 1.0f);
     }
     DrawNans(random);
     step.kind = of.kind, step.element = of.element;
     // Other kinds leave it at its default.
-    if (of.outer() || of.kind == MatmulKind::kCodeRows) step.out_element = of.out;
-    step.rows = n, step.groups = of.groups(), step.left_columns = k, step.columns = b;
-    step.sizes = sizes.data(), step.left = left.data(), step.right = right.data();
-    if (of.down_back() || (of.gate_up() && of.both)) {
-      both = Array<uint8_t>(n * 2 * b * 2);
-      step.both = both.data();
+    if (of.wgrad() || of.kind == MatmulKind::kFp8Matmul) step.out_element = of.out;
+    step.m = m, step.groups = of.groups(), step.k = k, step.n = n;
+    step.sizes = sizes.data(), step.a = a.data(), step.b = b.data();
+    if (of.down_dgrad() || (of.gate_up() && of.keep)) {
+      gate_up_rows = Array<uint8_t>(m * 2 * n * 2);
+      step.gate_up_rows = gate_up_rows.data();
     }
-    if (of.down_back()) {
-      both_values = FillElements(random, both, of.element, n * 2 * b, 6.0f);
-      both.KeepAsFirst();
-      if (!of.in_place) to_both = Array<uint8_t>(n * 2 * b * 2);
-      step.to_both = of.in_place ? both.data() : to_both.data();
+    if (of.down_dgrad()) {
+      gate_up_values = FillElements(random, gate_up_rows, of.element, m * 2 * n, 6.0f);
+      gate_up_rows.KeepAsFirst();
+      if (!of.in_place) to_gate_up_rows = Array<uint8_t>(m * 2 * n * 2);
+      step.to_gate_up_rows = of.in_place ? gate_up_rows.data() : to_gate_up_rows.data();
     }
     MakeOut();
   }
 
   // Sets element `at` of an operand to NaN.
-  void SetNan(bool of_left, int64_t at) {
-    const Array<uint8_t>& array = of_left ? left : right;
-    std::memcpy(array.data() + (draws.codes() ? at : 2 * at), &kNanBits, draws.codes() ? 1 : 2);
-    if (draws.codes()) array.data()[at] = static_cast<uint8_t>(E4M3::kNan);
-    (of_left ? left_values : right_values)[static_cast<size_t>(at)] =
+  void SetNan(bool of_a, int64_t at) {
+    const Array<uint8_t>& array = of_a ? a : b;
+    std::memcpy(array.data() + (draws.fp8() ? at : 2 * at), &kNanBits, draws.fp8() ? 1 : 2);
+    if (draws.fp8()) array.data()[at] = static_cast<uint8_t>(E4M3::kNan);
+    (of_a ? a_values : b_values)[static_cast<size_t>(at)] =
         std::numeric_limits<double>::quiet_NaN();
   }
 
-  // The index of element k of column c, side s, in a group's right matrix.
-  int64_t RightAt(int64_t group, int64_t k, int64_t s, int64_t c) const {
-    const int64_t b = draws.columns, all = draws.left_columns, sides = draws.sides();
-    return draws.across() ? ((group * all + k) * sides + s) * b + c
-                          : ((group * sides + s) * b + c) * all + k;
+  // The index of element k of column c, side s, of a group's matrix in B.
+  int64_t BAt(int64_t group, int64_t k, int64_t s, int64_t c) const {
+    const int64_t n = draws.n, all = draws.k, sides = draws.sides();
+    return draws.b_mn_major() ? ((group * all + k) * sides + s) * n + c
+                              : ((group * sides + s) * n + c) * all + k;
   }
 
  private:
-  void FillCodes(Random& random, int64_t rights) {
-    const int64_t n = draws.rows, k = draws.left_columns, b = draws.columns;
-    const int64_t k_blocks = k / kBlock, b_blocks = b / kBlock, sides = draws.sides();
-    left_scales = Array<float>(n * k_blocks);
-    right_scales = Array<float>(draws.groups() * k_blocks * sides * b_blocks);
+  void FillFp8(Random& random, int64_t b_count) {
+    const int64_t m = draws.m, k = draws.k, n = draws.n;
+    const int64_t k_blocks = k / kBlock, n_blocks = n / kBlock, sides = draws.sides();
+    a_scales = Array<float>(m * k_blocks);
+    b_scales = Array<float>(draws.groups() * k_blocks * sides * n_blocks);
     const auto draw_scale = [&] { return (1.5f + Uniform(random)) / 448; };
-    for (int64_t i = 0; i < n * k_blocks; ++i) left_scales[i] = draw_scale() * draws.magnitude;
-    for (int64_t i = 0; i < draws.groups() * k_blocks * sides * b_blocks; ++i) {
-      right_scales[i] = draw_scale();
+    for (int64_t i = 0; i < m * k_blocks; ++i) a_scales[i] = draw_scale() * draws.magnitude;
+    for (int64_t i = 0; i < draws.groups() * k_blocks * sides * n_blocks; ++i) {
+      b_scales[i] = draw_scale();
     }
-    step.left_scales = left_scales.data(), step.right_scales = right_scales.data();
-    step.scales_per_group = k_blocks * sides * b_blocks;
+    step.a_scales = a_scales.data(), step.b_scales = b_scales.data();
+    step.scales_per_group = k_blocks * sides * n_blocks;
     if (draws.scales_transposed) {
-      step.scales_per_k = sides * b_blocks, step.scales_per_side = b_blocks, step.scales_per_b = 1;
+      step.scales_per_k = sides * n_blocks, step.scales_per_side = n_blocks, step.scales_per_n = 1;
     } else {
-      step.scales_per_k = 1, step.scales_per_b = k_blocks;
-      step.scales_per_side = b_blocks * k_blocks;
+      step.scales_per_k = 1, step.scales_per_n = k_blocks;
+      step.scales_per_side = n_blocks * k_blocks;
     }
     const auto draw_code = [&] {
       return static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
     };
-    for (int64_t i = 0; i < n * k; ++i) {
-      left[i] = draw_code();
-      left_values.push_back(double{E4M3::Decode(left[i])} * left_scales[i / kBlock]);
+    for (int64_t i = 0; i < m * k; ++i) {
+      a[i] = draw_code();
+      a_values.push_back(double{E4M3::Decode(a[i])} * a_scales[i / kBlock]);
     }
-    for (int64_t i = 0; i < rights; ++i) {
-      right[i] = draw_code();
-      const int64_t line = i / k, group = line / (sides * b), side = line / b % sides;
+    for (int64_t i = 0; i < b_count; ++i) {
+      b[i] = draw_code();
+      const int64_t line = i / k, group = line / (sides * n), side = line / n % sides;
       const float scale =
-          right_scales[group * step.scales_per_group + i % k / kBlock * step.scales_per_k +
-                       side * step.scales_per_side + line % b / kBlock * step.scales_per_b];
-      right_values.push_back(double{E4M3::Decode(right[i])} * scale);
+          b_scales[group * step.scales_per_group + i % k / kBlock * step.scales_per_k +
+                   side * step.scales_per_side + line % n / kBlock * step.scales_per_n];
+      b_values.push_back(double{E4M3::Decode(b[i])} * scale);
     }
   }
 
   // Rows past the groups are NaN; sometimes elements of other rows and of matrices are, too.
   void DrawNans(Random& random) {
-    const int64_t k = draws.left_columns, b = draws.columns;
+    const int64_t k = draws.k, n = draws.n;
     const auto row = [&](int64_t of) {
       for (int64_t i = 0; i < k; ++i) SetNan(true, of * k + i);
-      for (int64_t i = 0; draws.outer() && i < b; ++i) SetNan(false, of * b + i);
+      for (int64_t i = 0; draws.wgrad() && i < n; ++i) SetNan(false, of * n + i);
     };
-    for (int64_t i = starts.back(); i < draws.rows; ++i) row(i);
-    for (int64_t i = 0; draws.nans && i < 3 && draws.rows > 0; ++i) {
-      const int64_t at = random.In(0, draws.rows - 1);
+    for (int64_t i = starts.back(); i < draws.m; ++i) row(i);
+    for (int64_t i = 0; draws.nans && i < 3 && draws.m > 0; ++i) {
+      const int64_t at = random.In(0, draws.m - 1);
       random.OneIn(2) ? row(at) : SetNan(true, at * k + random.In(0, k - 1));
-      if (random.OneIn(2) && !right_values.empty()) {
-        SetNan(false, random.In(0, static_cast<int64_t>(right_values.size()) - 1));
+      if (random.OneIn(2) && !b_values.empty()) {
+        SetNan(false, random.In(0, static_cast<int64_t>(b_values.size()) - 1));
       }
     }
   }
 
   void MakeOut() {
-    const int64_t n = draws.rows, k = draws.left_columns, b = draws.columns;
+    const int64_t m = draws.m, k = draws.k, n = draws.n;
     const int64_t bytes = ElementBytes(draws.out);
     switch (draws.kind) {
-      case MatmulKind::kOuter:
-        out = Array<uint8_t>(draws.groups() * k * b * bytes);
+      case MatmulKind::kWgrad:
+        d = Array<uint8_t>(draws.groups() * k * n * bytes);
         break;
-      case MatmulKind::kRows:
-      case MatmulKind::kRowsTransposed:
-      case MatmulKind::kCodeRows:
-        out = Array<uint8_t>(n * b * bytes);
+      case MatmulKind::kFprop:
+      case MatmulKind::kDgrad:
+      case MatmulKind::kFp8Matmul:
+        d = Array<uint8_t>(m * n * bytes);
         break;
       case MatmulKind::kGateUp:
-        out = Array<uint8_t>(n * b * 2);
+        d = Array<uint8_t>(m * n * 2);
         break;
-      case MatmulKind::kDownBack:
+      case MatmulKind::kDownDgrad:
         break;
-      case MatmulKind::kCodeGateUp:
-        out = Array<uint8_t>(n * b), out_scales = Array<float>(n * b / kBlock);
+      case MatmulKind::kFp8GateUp:
+        d = Array<uint8_t>(m * n), d_scales = Array<float>(m * n / kBlock);
         break;
-      case MatmulKind::kCodeDownBack:
-        out = Array<uint8_t>(n * 2 * b), out_scales = Array<float>(n * 2 * b / kBlock);
+      case MatmulKind::kFp8DownDgrad:
+        d = Array<uint8_t>(m * 2 * n), d_scales = Array<float>(m * 2 * n / kBlock);
         break;
     }
-    step.out = out.data(), step.out_scales = out_scales.data();
+    step.d = d.data(), step.d_scales = d_scales.data();
   }
 };
 
@@ -396,7 +395,7 @@ void CheckElement(const Array<uint8_t>& array, ElementType element, int64_t at, 
 
 // Checks a block of codes and their scale.
 void CheckCodes(const Case& c, int64_t block, const About* want, float least, int64_t row) {
-  const float scale = c.out_scales[block];
+  const float scale = c.d_scales[block];
   bool nan = false;
   double amax = 0, error = 0;
   for (int64_t i = 0; i < kBlock; ++i) {
@@ -409,13 +408,13 @@ void CheckCodes(const Case& c, int64_t block, const About* want, float least, in
         stderr,
         "block %lld of row %lld: scale %.9g, largest %.9g; code %lld %d, not %.9g by %.3g\n",
         static_cast<long long>(block), static_cast<long long>(row), scale, amax,
-        static_cast<long long>(i), c.out[block * kBlock + i], want[i].value, by);
+        static_cast<long long>(i), c.d[block * kBlock + i], want[i].value, by);
     CHECK(!"codes and scales as in float64");
   };
   if (nan) {
     if (FloatBits(scale) != 0x7FC00000u) fails(0, 0);
     for (int64_t i = 0; i < kBlock; ++i) {
-      if (c.out[block * kBlock + i] != E4M3::kNan) fails(i, 0);
+      if (c.d[block * kBlock + i] != E4M3::kNan) fails(i, 0);
     }
     return;
   }
@@ -423,7 +422,7 @@ void CheckCodes(const Case& c, int64_t block, const About* want, float least, in
   const double at_most = std::max(amax + error, double{least}) / 448;
   if (!(scale >= at_least * (1 - kFewUlps) && scale <= at_most * (1 + kFewUlps))) fails(0, error);
   for (int64_t i = 0; i < kBlock; ++i) {
-    const uint8_t code = c.out[block * kBlock + i];
+    const uint8_t code = c.d[block * kBlock + i];
     const double half_step = std::max(std::fabs(want[i].value) * 0x1p-4, scale * 0x1p-10);
     const double by = (half_step + want[i].error) * 1.01;
     const double got = double{E4M3::Decode(code)} * scale;
@@ -433,15 +432,15 @@ void CheckCodes(const Case& c, int64_t block, const About* want, float least, in
 
 // Products of a row of a group with its matrix's columns, as [side][column].
 std::vector<About> RowSums(const Case& c, int64_t group, int64_t row) {
-  const int64_t k = c.draws.left_columns, b = c.draws.columns, sides = c.draws.sides();
+  const int64_t k = c.draws.k, n = c.draws.n, sides = c.draws.sides();
   std::vector<About> sums;
-  const int64_t step = c.RightAt(0, 1, 0, 0);
-  for (int64_t at = 0; at < sides * b; ++at) {
-    const double* right = c.right_values.data() + c.RightAt(group, 0, at / b, at % b);
-    const double* left = c.left_values.data() + row * k;
+  const int64_t step = c.BAt(0, 1, 0, 0);
+  for (int64_t at = 0; at < sides * n; ++at) {
+    const double* b = c.b_values.data() + c.BAt(group, 0, at / n, at % n);
+    const double* a = c.a_values.data() + row * k;
     double sum = 0, absolute = 0;
     for (int64_t i = 0; i < k; ++i) {
-      const double product = left[i] * right[i * step];
+      const double product = a[i] * b[i * step];
       sum += product, absolute += std::fabs(product);
     }
     sums.push_back(Sum(sum, absolute, k));
@@ -451,88 +450,88 @@ std::vector<About> RowSums(const Case& c, int64_t group, int64_t row) {
 
 void CheckRow(const Case& c, int64_t group, int64_t row) {
   const Draws& draws = c.draws;
-  const int64_t b = draws.columns;
+  const int64_t n = draws.n;
   const std::vector<About> sums = RowSums(c, group, row);
   if (draws.gate_up()) {
     std::vector<About> h;
-    for (int64_t i = 0; i < b; ++i) {
-      h.push_back(SwiGlu(sums[static_cast<size_t>(i)], sums[static_cast<size_t>(b + i)]));
+    for (int64_t i = 0; i < n; ++i) {
+      h.push_back(SwiGlu(sums[static_cast<size_t>(i)], sums[static_cast<size_t>(n + i)]));
     }
-    for (int64_t i = 0; draws.both && i < 2 * b; ++i) {
-      CheckElement(c.both, draws.element, row * 2 * b + i, sums[static_cast<size_t>(i)],
+    for (int64_t i = 0; draws.keep && i < 2 * n; ++i) {
+      CheckElement(c.gate_up_rows, draws.element, row * 2 * n + i, sums[static_cast<size_t>(i)],
                    "gate and up", row, i);
     }
-    for (int64_t i = 0; !draws.codes() && i < b; ++i) {
-      CheckElement(c.out, draws.element, row * b + i, h[static_cast<size_t>(i)], "h", row, i);
+    for (int64_t i = 0; !draws.fp8() && i < n; ++i) {
+      CheckElement(c.d, draws.element, row * n + i, h[static_cast<size_t>(i)], "h", row, i);
     }
-    for (int64_t i = 0; draws.codes() && i < b; i += kBlock) {
-      CheckCodes(c, (row * b + i) / kBlock, h.data() + i, 1e-4f, row);
+    for (int64_t i = 0; draws.fp8() && i < n; i += kBlock) {
+      CheckCodes(c, (row * n + i) / kBlock, h.data() + i, 1e-4f, row);
     }
     return;
   }
-  if (draws.down_back()) {
-    std::vector<About> back(static_cast<size_t>(2 * b));
-    for (int64_t i = 0; i < b; ++i) {
-      const double gate = c.both_values[static_cast<size_t>(row * 2 * b + i)];
-      const double up = c.both_values[static_cast<size_t>((row * 2 + 1) * b + i)];
+  if (draws.down_dgrad()) {
+    std::vector<About> back(static_cast<size_t>(2 * n));
+    for (int64_t i = 0; i < n; ++i) {
+      const double gate = c.gate_up_values[static_cast<size_t>(row * 2 * n + i)];
+      const double up = c.gate_up_values[static_cast<size_t>((row * 2 + 1) * n + i)];
       back[static_cast<size_t>(i)] = BackToGate(sums[static_cast<size_t>(i)], gate, up);
-      back[static_cast<size_t>(b + i)] = BackToUp(sums[static_cast<size_t>(i)], gate);
+      back[static_cast<size_t>(n + i)] = BackToUp(sums[static_cast<size_t>(i)], gate);
     }
-    const Array<uint8_t>& to = draws.in_place ? c.both : c.to_both;
-    for (int64_t i = 0; i < 2 * b; ++i) {
-      CheckElement(to, draws.element, row * 2 * b + i, back[static_cast<size_t>(i)],
+    const Array<uint8_t>& to = draws.in_place ? c.gate_up_rows : c.to_gate_up_rows;
+    for (int64_t i = 0; i < 2 * n; ++i) {
+      CheckElement(to, draws.element, row * 2 * n + i, back[static_cast<size_t>(i)],
                    "cotangents of gate and up", row, i);
     }
-    for (int64_t i = 0; draws.codes() && i < 2 * b; i += kBlock) {
-      CheckCodes(c, (row * 2 * b + i) / kBlock, back.data() + i, kOfGradients, row);
+    for (int64_t i = 0; draws.fp8() && i < 2 * n; i += kBlock) {
+      CheckCodes(c, (row * 2 * n + i) / kBlock, back.data() + i, kOfGradients, row);
     }
     return;
   }
-  for (int64_t i = 0; i < b; ++i) {
-    CheckElement(c.out, draws.out, row * b + i, sums[static_cast<size_t>(i)], "out", row, i);
+  for (int64_t i = 0; i < n; ++i) {
+    CheckElement(c.d, draws.out, row * n + i, sums[static_cast<size_t>(i)], "out", row, i);
   }
 }
 
-void CheckOuter(const Case& c, int64_t group) {
-  const int64_t k = c.draws.left_columns, b = c.draws.columns;
+void CheckWgrad(const Case& c, int64_t group) {
+  const int64_t k = c.draws.k, n = c.draws.n;
   const int64_t begin = c.starts[static_cast<size_t>(group)];
   const int64_t end = c.starts[static_cast<size_t>(group + 1)];
-  std::vector<double> sums(static_cast<size_t>(b)), absolute(static_cast<size_t>(b));
+  std::vector<double> sums(static_cast<size_t>(n)), absolute(static_cast<size_t>(n));
   for (int64_t i = 0; i < k; ++i) {
     std::fill(sums.begin(), sums.end(), 0.0);
     std::fill(absolute.begin(), absolute.end(), 0.0);
     for (int64_t row = begin; row < end; ++row) {
-      const double left = c.left_values[static_cast<size_t>(row * k + i)];
-      for (int64_t j = 0; j < b; ++j) {
-        const double product = left * c.right_values[static_cast<size_t>(row * b + j)];
+      const double a = c.a_values[static_cast<size_t>(row * k + i)];
+      for (int64_t j = 0; j < n; ++j) {
+        const double product = a * c.b_values[static_cast<size_t>(row * n + j)];
         sums[static_cast<size_t>(j)] += product;
         absolute[static_cast<size_t>(j)] += std::fabs(product);
       }
     }
-    for (int64_t j = 0; j < b; ++j) {
+    for (int64_t j = 0; j < n; ++j) {
       About want = Sum(sums[static_cast<size_t>(j)], absolute[static_cast<size_t>(j)], end - begin);
       if (begin == end) want = {};
-      CheckElement(c.out, c.draws.out, (group * k + i) * b + j, want, "out", group * k + i, j);
+      CheckElement(c.d, c.draws.out, (group * k + i) * n + j, want, "out", group * k + i, j);
     }
   }
 }
 
 // Rows past the groups have not changed.
 void CheckRest(const Case& c) {
-  if (c.draws.outer()) return;
-  const int64_t n = c.draws.rows, b = c.draws.columns, first = c.starts.back();
+  if (c.draws.wgrad()) return;
+  const int64_t m = c.draws.m, n = c.draws.n, first = c.starts.back();
   const auto check = [&](const auto& array, int64_t row) {
-    if (array.data() != nullptr) CHECK(array.unchanged(first * row, n * row));
+    if (array.data() != nullptr) CHECK(array.unchanged(first * row, m * row));
   };
-  const int64_t bytes = c.draws.codes() && c.draws.kind != MatmulKind::kCodeRows ? 1
+  const int64_t bytes = c.draws.fp8() && c.draws.kind != MatmulKind::kFp8Matmul ? 1
                         : c.draws.gate_up() ? 2
                                             : ElementBytes(c.draws.out);
-  const int64_t sides = c.draws.kind == MatmulKind::kCodeDownBack ? 2 : 1;
-  check(c.out, sides * b * bytes);
-  check(c.out_scales, sides * b / kBlock);
-  check(c.to_both, 2 * b * 2);
-  check(c.both, 2 * b * 2);
-  if (c.draws.down_back() && !c.draws.in_place) CHECK(c.both.unchanged());
+  const int64_t sides = c.draws.kind == MatmulKind::kFp8DownDgrad ? 2 : 1;
+  check(c.d, sides * n * bytes);
+  check(c.d_scales, sides * n / kBlock);
+  check(c.to_gate_up_rows, 2 * n * 2);
+  check(c.gate_up_rows, 2 * n * 2);
+  if (c.draws.down_dgrad() && !c.draws.in_place) CHECK(c.gate_up_rows.unchanged());
 }
 
 void Run(const Draws& draws, Random& random) {
@@ -543,8 +542,8 @@ void Run(const Draws& draws, Random& random) {
   CHECK(cuda::GroupedMatmul(c.step, stream) == cudaSuccess);
   CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
   for (int64_t group = 0; group < draws.groups(); ++group) {
-    if (draws.outer()) {
-      CheckOuter(c, group);
+    if (draws.wgrad()) {
+      CheckWgrad(c, group);
       continue;
     }
     for (int64_t row = c.starts[static_cast<size_t>(group)];
@@ -558,61 +557,62 @@ void Run(const Draws& draws, Random& random) {
 
 // Both products of experts give, bit for bit, what each gives when it is called alone.
 void RunExperts(Random& random) {
-  const bool codes = random.OneIn(2);
-  Draws up = Draw(random, codes ? MatmulKind::kCodeGateUp : MatmulKind::kGateUp);
-  up.both = false, up.scales_transposed = true;
+  const bool fp8 = random.OneIn(2);
+  Draws up = Draw(random, fp8 ? MatmulKind::kFp8GateUp : MatmulKind::kGateUp);
+  up.keep = false, up.scales_transposed = true;
   Draws down = up;
-  down.kind = codes ? MatmulKind::kCodeRows : MatmulKind::kRows;
-  std::swap(down.left_columns, down.columns);
-  if (codes && random.OneIn(2)) down.out = ElementType::kFloat32;
+  down.kind = fp8 ? MatmulKind::kFp8Matmul : MatmulKind::kFprop;
+  std::swap(down.k, down.n);
+  if (fp8 && random.OneIn(2)) down.out = ElementType::kFloat32;
   CurrentCase() = "experts: " + Text(up);
   const Case first(up, random), second(down, random);
   MatmulStep alone = second.step;
-  alone.left = first.step.out, alone.left_scales = first.step.out_scales;
+  alone.a = first.step.d, alone.a_scales = first.step.d_scales;
   cudaStream_t stream;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
   CHECK(cuda::GroupedMatmul(first.step, stream) == cudaSuccess);
   CHECK(cuda::GroupedMatmul(alone, stream) == cudaSuccess);
   CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
-  const int64_t n = up.rows, hidden = up.left_columns, inner = up.columns;
-  const int64_t out_bytes = hidden * ElementBytes(down.out), h_bytes = inner * (codes ? 1 : 2);
-  const Array<uint8_t> h(n * h_bytes), out(n * out_bytes);
-  const Array<float> h_scales(codes ? n * inner / kBlock : 0);
-  const ExpertsStep step{.codes = codes,
+  const int64_t m = up.m, hidden = up.k, inner = up.n;
+  const int64_t out_bytes = hidden * ElementBytes(down.out), h_bytes = inner * (fp8 ? 1 : 2);
+  const Array<uint8_t> h(m * h_bytes), out(m * out_bytes);
+  const Array<float> h_scales(fp8 ? m * inner / kBlock : 0);
+  const ExpertsStep step{.fp8 = fp8,
                          .element = up.element,
                          .out_element = down.out,
-                         .rows = n,
+                         .m = m,
                          .groups = up.groups(),
                          .hidden = hidden,
                          .inner = inner,
                          .sizes = first.step.sizes,
-                         .left = first.step.left,
-                         .left_scales = first.step.left_scales,
-                         .gate_up = first.step.right,
-                         .gate_up_scales = first.step.right_scales,
-                         .down = second.step.right,
-                         .down_scales = second.step.right_scales,
+                         .a = first.step.a,
+                         .a_scales = first.step.a_scales,
+                         .gate_up = first.step.b,
+                         .gate_up_scales = first.step.b_scales,
+                         .down = second.step.b,
+                         .down_scales = second.step.b_scales,
                          .h = h.data(),
                          .h_scales = h_scales.data(),
-                         .out = out.data()};
+                         .d = out.data()};
   CHECK(cuda::ApplyExperts(step, stream) == cudaSuccess);
   CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
-  const int64_t held = first.starts.back();
+  const int64_t grouped_rows = first.starts.back();
   const auto same = [&](const void* one, const void* other, int64_t row_bytes) {
-    return held == 0 || std::memcmp(one, other, static_cast<size_t>(held * row_bytes)) == 0;
+    return grouped_rows == 0 ||
+           std::memcmp(one, other, static_cast<size_t>(grouped_rows * row_bytes)) == 0;
   };
-  CHECK(same(h.data(), first.out.data(), h_bytes));
-  CHECK(!codes || same(h_scales.data(), first.out_scales.data(), inner / kBlock * 4));
-  CHECK(same(out.data(), second.out.data(), out_bytes));
-  CHECK(out.unchanged(held * out_bytes, n * out_bytes));
+  CHECK(same(h.data(), first.d.data(), h_bytes));
+  CHECK(!fp8 || same(h_scales.data(), first.d_scales.data(), inner / kBlock * 4));
+  CHECK(same(out.data(), second.d.data(), out_bytes));
+  CHECK(out.unchanged(grouped_rows * out_bytes, m * out_bytes));
   emulator::Reset();
 }
 
 // Steps that do not fit are refused.
 void CheckRefusals(Random& random) {
-  Draws draws = Draw(random, MatmulKind::kRows);
+  Draws draws = Draw(random, MatmulKind::kFprop);
   draws.sizes = {5, 3};
-  draws.rows = 8, draws.left_columns = 64, draws.columns = 64;
+  draws.m = 8, draws.k = 64, draws.n = 64;
   CurrentCase() = "refusals";
   const Case c(draws, random);
   const auto refused = [&](auto change) {
@@ -620,23 +620,23 @@ void CheckRefusals(Random& random) {
     change(step);
     return cuda::GroupedMatmul(step, nullptr) == cudaErrorInvalidValue;
   };
-  CHECK(refused([](MatmulStep& step) { step.columns = 60; }));
-  CHECK(refused([](MatmulStep& step) { step.left_columns = 0; }));
-  CHECK(refused([](MatmulStep& step) { step.rows = -1; }));
+  CHECK(refused([](MatmulStep& step) { step.n = 60; }));
+  CHECK(refused([](MatmulStep& step) { step.k = 0; }));
+  CHECK(refused([](MatmulStep& step) { step.m = -1; }));
   CHECK(refused([](MatmulStep& step) { step.element = ElementType::kFloat32; }));
-  CHECK(refused([](MatmulStep& step) { step.left = static_cast<const uint8_t*>(step.left) + 2; }));
-  CHECK(refused([](MatmulStep& step) { step.out = static_cast<uint8_t*>(step.out) + 8; }));
-  CHECK(refused([](MatmulStep& step) { step.kind = MatmulKind::kCodeRows; }));
+  CHECK(refused([](MatmulStep& step) { step.a = static_cast<const uint8_t*>(step.a) + 2; }));
+  CHECK(refused([](MatmulStep& step) { step.d = static_cast<uint8_t*>(step.d) + 8; }));
+  CHECK(refused([](MatmulStep& step) { step.kind = MatmulKind::kFp8Matmul; }));
   // More row scales than 32 bits count.
   CHECK(refused([](MatmulStep& step) {
-    step.kind = MatmulKind::kCodeRows;
-    step.rows = (int64_t{1} << 26) + 1, step.left_columns = 8192, step.columns = 128;
+    step.kind = MatmulKind::kFp8Matmul;
+    step.m = (int64_t{1} << 26) + 1, step.k = 8192, step.n = 128;
   }));
   MatmulStep none = c.step;
   none.groups = 0;
   CHECK(cuda::GroupedMatmul(none, nullptr) == cudaSuccess);
   CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
-  CHECK(c.out.unchanged());
+  CHECK(c.d.unchanged());
   emulator::Reset();
 }
 

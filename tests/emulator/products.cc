@@ -111,35 +111,36 @@ Warpgroup& Own() {
 
 struct Operand {
   uint32_t start, next_chunk, next_atom;
-  bool across;
+  bool mn_major;
 };
 
-Operand OperandOf(uint64_t bits, bool across) {
+Operand OperandOf(uint64_t bits, bool mn_major) {
   const auto bytes = [&](int from) { return static_cast<uint32_t>(bits >> from & 0x3FFF) << 4; };
   if ((bits & 0xBFFF'C000'C000'C000) != 0 || bits >> 62 != 1) {
     Die("an operand %016llx that is not emulated", static_cast<unsigned long long>(bits));
   }
-  const Operand operand{bytes(0), bytes(16), bytes(32), across};
+  const Operand operand{bytes(0), bytes(16), bytes(32), mn_major};
   const uint32_t off = operand.start % kAtomBytes;
-  if (operand.next_atom % kAtomBytes != 0 || (across && operand.next_chunk % kAtomBytes != 0) ||
-      (across ? off != 0 : off % 32 != 0 || off >= kLineBytes)) {
+  if (operand.next_atom % kAtomBytes != 0 || (mn_major && operand.next_chunk % kAtomBytes != 0) ||
+      (mn_major ? off != 0 : off % 32 != 0 || off >= kLineBytes)) {
     Die("an operand at %u, atoms %u and chunks %u apart", operand.start, operand.next_atom,
         operand.next_chunk);
   }
   return operand;
 }
 
-// The address of a byte of an operand. A line is a row (or column), or a step if `across`.
+// The address of a byte of an operand. A line is a row (or column), or an element of K if
+// `mn_major`.
 uint32_t AddressOf(const Operand& operand, uint32_t line, uint32_t byte) {
   uint32_t at = operand.start + line / 8 * operand.next_atom + line % 8 * kLineBytes;
-  at += operand.across ? byte / kLineBytes * operand.next_chunk + byte % kLineBytes : byte;
+  at += operand.mn_major ? byte / kLineBytes * operand.next_chunk + byte % kLineBytes : byte;
   return at ^ (at / kLineBytes % 8 * kUnitBytes);
 }
 
 // The atoms that hold rows (or columns) [0, rows) of `steps` of the contracted dimension.
 void AddReads(const Operand& operand, uint32_t rows, uint32_t steps, std::vector<Range>& ranges) {
-  const uint32_t chunks = operand.across ? rows * 2 / kLineBytes : 1;
-  const uint32_t atoms = (operand.across ? steps : rows) / 8;
+  const uint32_t chunks = operand.mn_major ? rows * 2 / kLineBytes : 1;
+  const uint32_t atoms = (operand.mn_major ? steps : rows) / 8;
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
     for (uint32_t atom = 0; atom < atoms; ++atom) {
       const uint32_t at = operand.start / kAtomBytes * kAtomBytes + chunk * operand.next_chunk +
@@ -171,19 +172,19 @@ float ToFloat(Operands operands, const uint8_t* at) {
 }
 
 // to[k * rows + row].
-void Read(const Block& block, const Product& product, bool right, float* to) {
-  const bool across = right ? product.right_across : product.left_across;
-  const Operand operand = OperandOf(right ? product.right : product.left, across);
-  const uint32_t rows = right ? product.columns : kRows;
+void Read(const Block& block, const Product& product, bool of_b, float* to) {
+  const bool mn_major = of_b ? product.b_mn_major : product.a_mn_major;
+  const Operand operand = OperandOf(of_b ? product.b : product.a, mn_major);
+  const uint32_t rows = of_b ? product.columns : kRows;
   const uint32_t size = product.operands == Operands::kE4M3 ? 1 : 2, steps = 32 / size;
   const uint8_t* shared = block.shared.at - block.cluster->start;
-  const uint32_t lines = across ? steps : rows, line_bytes = across ? rows * size : 32;
+  const uint32_t lines = mn_major ? steps : rows, line_bytes = mn_major ? rows * size : 32;
   for (uint32_t line = 0; line < lines; ++line) {
     for (uint32_t byte = 0; byte < line_bytes; byte += kUnitBytes) {
       const uint8_t* unit = shared + AddressOf(operand, line, byte);
       for (uint32_t i = 0; i < kUnitBytes; i += size) {
         const uint32_t in_line = (byte + i) / size;
-        const uint32_t k = across ? line : in_line, row = across ? in_line : line;
+        const uint32_t k = mn_major ? line : in_line, row = mn_major ? in_line : line;
         to[k * rows + row] = ToFloat(product.operands, unit + i);
       }
     }
@@ -193,20 +194,20 @@ void Read(const Block& block, const Product& product, bool right, float* to) {
 // ---- Carrying out -------------------------------------------------------------------------------
 
 template <uint32_t kColumns>
-void Multiply(const float* left, const float* right, uint32_t steps, bool add, float* sums) {
+void Multiply(const float* a, const float* b, uint32_t steps, bool add, float* sums) {
   for (uint32_t row = 0; row < kRows; ++row) {
     float* to = sums + row * kColumns;
     if (!add) std::fill_n(to, kColumns, 0.0f);
     for (uint32_t k = 0; k < steps; ++k) {
-      const float by = left[k * kRows + row];
-      const float* from = right + k * kColumns;
+      const float by = a[k * kRows + row];
+      const float* from = b + k * kColumns;
       for (uint32_t column = 0; column < kColumns; ++column) to[column] += by * from[column];
     }
   }
 }
 
 void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
-  static float left[kRows * kMostK], right[kMostColumns * kMostK];
+  static float a[kRows * kMostK], b[kMostColumns * kMostK];
   const Actor host = Actor::Running();
   if (!warpgroup.has_actor) {
     std::vector<Actor>& free = free_actors[block.launch->device];
@@ -224,12 +225,12 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   for (const Range range : action.reads) Reads(Shared(block, range), range.bytes);
   Release(&action.end);
   host.Run();
-  Read(block, product, false, left);
-  Read(block, product, true, right);
+  Read(block, product, false, a);
+  Read(block, product, true, b);
   const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
   const auto multiplied = [&]<uint32_t... kColumns>() {
     return ((product.columns == kColumns &&
-             (Multiply<kColumns>(left, right, steps, product.add, action.sums->at), true)) ||
+             (Multiply<kColumns>(a, b, steps, product.add, action.sums->at), true)) ||
             ...);
   };
   if (!multiplied.operator()<8, 16, 32, 64, 128, 256>()) {
@@ -268,8 +269,8 @@ void Begin(Warpgroup& warpgroup, Action& action, const float* sums) {
   const Product& product = action.product;
   Block& block = *current->block;
   const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
-  AddReads(OperandOf(product.left, product.left_across), kRows, steps, action.reads);
-  AddReads(OperandOf(product.right, product.right_across), product.columns, steps, action.reads);
+  AddReads(OperandOf(product.a, product.a_mn_major), kRows, steps, action.reads);
+  AddReads(OperandOf(product.b, product.b_mn_major), product.columns, steps, action.reads);
   for (const Range range : action.reads) ExpectLoaded(block, Shared(block, range), range.bytes);
   for (auto& [own, last] : warpgroup.under_way) {
     if (own->of_thread[Thread()] != sums) continue;

@@ -57,11 +57,11 @@ void Run(Random& random, ElementType type) {
       value = FromFloat<Element>(ToFloat(value) * 0x1p-40f);
     }
   }
-  const bool turned = !random.OneIn(4);
+  const bool transposed = !random.OneIn(4);
   step.matrices = matrices;
   step.codes = Allocate<uint8_t>(count);
   step.scales = Allocate<float>(count / kBlock / kBlock);
-  step.turned = turned ? Allocate<uint8_t>(count) : nullptr;
+  step.transposed = transposed ? Allocate<uint8_t>(count) : nullptr;
   CHECK(cuda::QuantizeMatrices(step, nullptr) == cudaSuccess);
   CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
 
@@ -87,7 +87,7 @@ void Run(Random& random, ElementType type) {
       const int64_t there =
           ((group * step.sides + side) * step.columns + x * kBlock + column) * step.rows +
           y * kBlock + row;
-      if (turned) CHECK(step.turned[there] == code);
+      if (transposed) CHECK(step.transposed[there] == code);
     }
   }
   step.columns -= 1;

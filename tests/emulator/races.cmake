@@ -25,7 +25,7 @@ foreach(TOKENS IN ITEMS 5 25)
 endforeach()
 
 emulated_test(races_matmul "EMULATED_SEED=1 EMULATED_SMS=3" matmul_test 1 16)
-emulated_test(races_four_bits "EMULATED_SEED=1 EMULATED_SMS=2" four_bits_test 1 4)
+emulated_test(races_mxfp4 "EMULATED_SEED=1 EMULATED_SMS=2" mxfp4_test 1 4)
 emulated_test(races_quantize_matrices "EMULATED_SEED=1 EMULATED_SMS=2" quantize_matrices_test 1 2)
 emulated_test(races_expert_rows "EMULATED_SEED=1 EMULATED_SMS=2" expert_rows_test 1 6)
 emulated_test(races_router "EMULATED_SEED=1 EMULATED_SMS=2" router_test 1 20)
@@ -52,16 +52,16 @@ mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
 # blocks that end while the other one still arrives.
 mutant(race_matmul_scales matmul/stages.cuh
        "    // Other lanes may still read scales, or miss the end of the phase that they wait for.
-    __syncwarp();" "" matmul/codes.cu "${RACE}" "matmul code_down_back 1 12")
-mutant(race_matmul_tiles matmul/units.cuh "    if (HasGivenUp(ring_)) tile.steps = -1;\n" ""
-       matmul/outer.cu "${RACE}" "matmul outer 1 12")
+    __syncwarp();" "" matmul/fp8.cu "${RACE}" "matmul fp8_down_dgrad 1 12")
+mutant(race_matmul_tiles matmul/scheduler.cuh "    if (HasGivenUp(ring_)) tile.k_blocks = -1;\n" ""
+       matmul/wgrad.cu "${RACE}" "matmul wgrad 1 12")
 mutant(race_matmul_drain matmul/drain.cuh
        "if (to.all) FenceProxyAsyncShared();\n    __syncwarp();" "if (to.all) FenceProxyAsyncShared();"
-       matmul/rows.cu "${RACE}|emulator: " "matmul rows 1 12")
+       matmul/fprop.cu "${RACE}|emulator: " "matmul fprop 1 12")
 mutant(race_matmul_take matmul/drain.cuh "if (IsElected()) BulkWaitRead<kDrains - 1>();\n" ""
-       matmul/rows.cu "${RACE}|emulator: " "matmul rows 1 12")
+       matmul/fprop.cu "${RACE}|emulator: " "matmul fprop 1 12")
 mutant(race_matmul_end matmul/kernel.cuh "  __syncwarp();\n  ClusterSync();\n}" "}"
-       matmul/outer.cu "${RACE}|emulator: .*which has ended" "matmul outer 1 12")
+       matmul/wgrad.cu "${RACE}|emulator: .*which has ended" "matmul wgrad 1 12")
 
 # ---- Between nodes ----
 

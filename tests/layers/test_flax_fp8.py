@@ -342,8 +342,8 @@ def test_prepared_codes(kind, form, fake_kernels):
         serving, variables = linen.quantized({"params": state}, form)
         codes = serving.prepared(variables)
         call = functools.partial(serving.apply, variables)
-    assert codes.gate_up_turned is not None
-    assert codes.down_turned is not None
+    assert codes.gate_up_transposed is not None
+    assert codes.down_transposed is not None
     y = call(x, quantized=codes)
     assert distance(y, call(x)) < 6e-3
     own = codes.canonical()

@@ -144,10 +144,16 @@ def test_an_activation_may_have_parameters():
 class Untidy(operations.Operations):
     """Leaves NaN past the groups, as kernels may."""
 
-    def product(self, rows, weights, which, sizes, dtype, transposed=False):
-        found = super().product(rows, weights, which, sizes, dtype, transposed)
-        real = operations.real_rows(sizes, len(found))[:, None]
-        return jnp.where(real, found, jnp.nan)
+    def fprop(self, rows, weights, which, sizes, dtype):
+        return untidy(super().fprop(rows, weights, which, sizes, dtype), sizes)
+
+    def dgrad(self, cotangents, weights, which, sizes, dtype):
+        return untidy(super().dgrad(cotangents, weights, which, sizes, dtype), sizes)
+
+
+def untidy(rows, sizes):
+    has_token = operations.rows_in_groups(sizes, len(rows))[:, None]
+    return jnp.where(has_token, rows, jnp.nan)
 
 
 def test_nothing_reads_rows_past_the_groups(monkeypatch):
@@ -173,17 +179,17 @@ def test_nothing_reads_rows_past_the_groups(monkeypatch):
 
         return jax.grad(loss)(1.5)
 
-    def reaching(self, left, right, sizes, dtype):
-        whole = sizes.at[-1].add(left.shape[0] - jnp.sum(sizes))
-        return outer(self, left, right, whole, dtype)
+    def reaching(self, rows, cotangents, sizes, dtype):
+        whole = sizes.at[-1].add(rows.shape[0] - jnp.sum(sizes))
+        return wgrad(self, rows, cotangents, whole, dtype)
 
     # The operations that every device has, with XLA's products.
     monkeypatch.setattr(select, "operations", operations.Operations)
     monkeypatch.setattr(grouped, "everywhere", grouped.Ragged)
     want, wanted = run(1.5)
     wanted_slope = slope_grad()
-    outer = grouped.Ragged.outer
-    monkeypatch.setattr(grouped.Ragged, "outer", reaching)
+    wgrad = grouped.Ragged.wgrad
+    monkeypatch.setattr(grouped.Ragged, "wgrad", reaching)
     monkeypatch.setattr(select, "operations", Untidy)
     y, grads = run(1.5)
     helpers.assert_bits(y, want)
@@ -221,11 +227,11 @@ def test_the_activation_is_quantised_unrounded():
     made = operations.quantized_rows(jnp.asarray(rows, jnp.bfloat16))
     inner = operations.Inner(None, None, (), None)
     weights = experts.quantize_weights(gate_up, down)
-    h, both = select.operations().gate_up(
+    h, gate_up_rows = select.operations().gate_up(
         made, weights, jnp.array(SIZES), inner, True, jnp.bfloat16
     )
-    assert both.dtype == jnp.bfloat16
-    assert both.shape == (len(rows), 2, F)
+    assert gate_up_rows.dtype == jnp.bfloat16
+    assert gate_up_rows.shape == (len(rows), 2, F)
     values = rows.astype(jnp.bfloat16).astype(np.float32)
     want = formula.experts(values, gate_up, down, SIZES).h
     codes, scales = quantizer.quantize(want.astype(np.float32), "fp8_block128")

@@ -20,15 +20,15 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts, formats
 from jax_ep._experts import (
-    four_bits,
-    hopper_codes,
+    hopper_fp8,
     kernels,
+    mxfp4,
     operations,
     quantized,
     select,
 )
-from jax_ep._experts.hopper_codes import HopperOperations
-from jax_ep._experts.kernels import Codes
+from jax_ep._experts.hopper_fp8 import HopperOperations
+from jax_ep._experts.kernels import Fp8Rows
 from jax_ep._experts.operations import Inner, Operations, Rows
 from jax_ep._native import tables
 from support import fp8_experts as formula
@@ -93,7 +93,7 @@ def rows_of(rng, sizes, count, columns):
     past = np.arange(count) >= sum(sizes)
     codes = codes.at[past].set(jnp.nan)
     scales = scales.at[past].set(jnp.nan)
-    return Codes(codes, scales), exact
+    return Fp8Rows(codes, scales), exact
 
 
 def matrices_of(rng, *shape):
@@ -123,21 +123,21 @@ def assert_within(found, want, bound):
     ("dtype", "unit"),
     [("bfloat16", 2.0**-8), ("float32", 2.0**-23), ("float16", 2.0**-10)],
 )
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", ["fprop", "dgrad"])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_code_rows(sizes, count, a, b, turned, dtype, unit, ready):
-    """Products with turned codes, and with transposed matrices in place."""
+def test_fp8_matmuls(sizes, count, a, b, name, dtype, unit, ready):
+    """With transposed codes, and with transposed matrices in place."""
     rng = np.random.default_rng(0)
     rows, values = rows_of(rng, sizes, count, a)
-    shape = (len(sizes), a, b) if turned else (len(sizes), b, a)
+    shape = (len(sizes), a, b) if name == "fprop" else (len(sizes), b, a)
     codes, scales, matrices = matrices_of(rng, *shape)
-    given = quantized.turn(codes) if turned else codes
-    run = jax.jit(kernels.code_rows, static_argnames=("dtype", "turned"))
+    given = quantized.transpose(codes) if name == "fprop" else codes
+    run = jax.jit(getattr(kernels, f"fp8_{name}"), static_argnames="dtype")
     groups = jnp.array(sizes, jnp.int32)
-    found = run(rows, given, scales, groups, dtype=jnp.dtype(dtype), turned=turned)
+    found = run(rows, given, scales, groups, dtype=jnp.dtype(dtype))
     assert found.dtype == jnp.dtype(dtype)
     assert found.shape == (count, b)
-    matrices = matrices if turned else matrices.swapaxes(1, 2)
+    matrices = matrices if name == "fprop" else matrices.swapaxes(1, 2)
     want, magnitudes = products(values, matrices, sizes)
     bound = SUMS * magnitudes + unit * np.abs(want)
     assert_within(found[: sum(sizes)], want, bound)
@@ -145,14 +145,14 @@ def test_code_rows(sizes, count, a, b, turned, dtype, unit, ready):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_code_gate_up(sizes, count, a, b, keep, ready):
+def test_fp8_gate_up(sizes, count, a, b, keep, ready):
     rng = np.random.default_rng(0)
     rows, values = rows_of(rng, sizes, count, a)
     codes, scales, matrices = matrices_of(rng, len(sizes), a, 2, b)
-    run = jax.jit(functools.partial(kernels.code_gate_up, keep=keep))
+    run = jax.jit(functools.partial(kernels.fp8_gate_up, keep=keep))
     groups, total = jnp.array(sizes, jnp.int32), sum(sizes)
-    h, both = run(rows, quantized.turn(codes), scales, groups)
-    assert h.values.shape == (count, b)
+    h, gate_up_rows = run(rows, quantized.transpose(codes), scales, groups)
+    assert h.codes.shape == (count, b)
     side_by_side = matrices.reshape(len(sizes), a, 2 * b)
     sums, magnitudes = products(values, side_by_side, sizes)
     (gate, up), (gates, ups) = (np.split(e, 2, axis=1) for e in (sums, magnitudes))
@@ -161,38 +161,38 @@ def test_code_gate_up(sizes, count, a, b, keep, ready):
     bound += 1e-6 * np.abs(want)
     # A code is off by half a unit: 1/16 of its value or of the least normal value.
     spread = np.repeat(np.asarray(h.scales, np.float64), 128, 1)[:total]
-    found = np.asarray(h.values, np.float64)[:total] * spread
+    found = np.asarray(h.codes, np.float64)[:total] * spread
     assert_within(found, want, 1.01 * bound + np.abs(want) / 16 + spread * 2.0**-10)
     largest, widest = (
         each.reshape(total, b // 128, 128).max(2) for each in (np.abs(want), bound)
     )
     floor = np.maximum(largest, 1e-4)
     assert_within(h.scales[:total] * 448.0, floor, widest + 1e-6 * floor)
-    assert (both is not None) == keep
-    if both is not None:
-        assert both.dtype == jnp.bfloat16
-        flat = both[:total].reshape(total, 2 * b)
+    assert (gate_up_rows is not None) == keep
+    if gate_up_rows is not None:
+        assert gate_up_rows.dtype == jnp.bfloat16
+        flat = gate_up_rows[:total].reshape(total, 2 * b)
         assert_within(flat, sums, SUMS * magnitudes + 2.0**-8 * np.abs(sums))
 
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
+def test_mxfp4(sizes, count, a, b, gate_up, coded, ready):
     rng = np.random.default_rng(0)
     rows, values = rows_of(rng, sizes, count, a)
     scales = rows.scales
     if not coded:
         plain = jnp.asarray(np.where(np.isnan(values), 0, values), jnp.bfloat16)
         past = np.arange(count) >= sum(sizes)
-        rows, scales = Codes(plain.at[past].set(jnp.nan), scales), None
+        rows, scales = Fp8Rows(plain.at[past].set(jnp.nan), scales), None
         values = np.asarray(plain, np.float64)
     sides = (2,) if gate_up else ()
     codes = rng.integers(0, 256, (len(sizes), a // 2, *sides, b)).astype(np.uint8)
     exponents = rng.integers(112, 128, (len(sizes), a // 32, *sides, b))
     powers = jnp.asarray(exponents, jnp.uint8)
     powers = jax.lax.bitcast_convert_type(powers, jnp.float8_e8m0fnu)
-    tiles = four_bits.tiles(jnp.asarray(codes), powers)
+    tiles = mxfp4.tiles(jnp.asarray(codes), powers)
     nibbles = np.stack([codes & 15, codes >> 4], 2).reshape(len(sizes), a, *sides, b)
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7]
     matrices = np.where(nibbles & 8, -magnitudes, magnitudes)
@@ -200,15 +200,9 @@ def test_four_bits(sizes, count, a, b, gate_up, coded, ready):
     total = sum(sizes)
     sums, sizes_of_sums = products(values, matrices.reshape(len(sizes), a, -1), sizes)
     for dtype, unit in ((jnp.float32, 2.0**-23), (jnp.bfloat16, 2.0**-8)):
-        found = kernels.four_bits(
-            rows.values.astype(jnp.bfloat16),
-            scales,
-            tiles,
-            jnp.array(sizes, jnp.int32),
-            b,
-            dtype,
-            gate_up,
-        )
+        run = kernels.mxfp4_gate_up if gate_up else kernels.mxfp4_fprop
+        given = rows.codes.astype(jnp.bfloat16)
+        found = run(given, scales, tiles, jnp.array(sizes, jnp.int32), b, dtype)
         assert found.dtype == dtype
         assert found.shape == (count, b)
         # Only the order of float32 sums differs.
@@ -240,7 +234,7 @@ def whole_numbers(rng, sizes, count, a, b):
     assert gate.max(initial=256) < 448
     scales = jnp.ones((count, a // 128), jnp.float32)
     of_matrices = jnp.ones((len(sizes), a // 128, 2, b // 128), jnp.float32)
-    rows = Codes(jnp.asarray(rows, E4M3), scales)
+    rows = Fp8Rows(jnp.asarray(rows, E4M3), scales)
     return rows, jnp.asarray(matrices, E4M3), of_matrices, gate, up
 
 
@@ -252,31 +246,31 @@ def test_h_is_quantised_as_rows_are(count, ready):
     rows, matrices, scales, gate, up = whole_numbers(rng, sizes, count, a, b)
     up_scale = np.float32(2.0**-16)  # the last blocks are below the floor
     scales = scales.at[:, :, 1, 2].set(up_scale)
-    h, both = kernels.code_gate_up(
-        rows, quantized.turn(matrices), scales, jnp.array(sizes, jnp.int32), True
+    h, gate_up_rows = kernels.fp8_gate_up(
+        rows, quantized.transpose(matrices), scales, jnp.array(sizes, jnp.int32), True
     )
-    assert both is not None
+    assert gate_up_rows is not None
     up[:, 256:] *= up_scale
     want = (gate * up).astype(np.float32)
     codes, want_scales = formats.quantize(want, "fp8_block128")
-    helpers.assert_bits(h.values[: sum(sizes)], codes)
+    helpers.assert_bits(h.codes[: sum(sizes)], codes)
     helpers.assert_bits(h.scales[: sum(sizes)], want_scales)
     kept = np.stack([gate, up], 1).astype(np.float32).astype(BF16)
-    helpers.assert_bits(both[: sum(sizes)], kept)
+    helpers.assert_bits(gate_up_rows[: sum(sizes)], kept)
 
 
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_code_down_back(sizes, count, a, b, ready):
+def test_fp8_down_dgrad(sizes, count, a, b, ready):
     rng = np.random.default_rng(0)
     rows, values = rows_of(rng, sizes, count, a)
     codes, scales, matrices = matrices_of(rng, len(sizes), b, a)
-    both = rng.standard_normal((count, 2, b)).astype(BF16)
+    gate_up_rows = rng.standard_normal((count, 2, b)).astype(BF16)
     groups, total = jnp.array(sizes, jnp.int32), sum(sizes)
-    found, found_scales, plain = jax.jit(kernels.code_down_back)(
-        rows, codes, scales, jnp.asarray(both), groups
+    found, found_scales, plain = jax.jit(kernels.fp8_down_dgrad)(
+        rows, codes, scales, jnp.asarray(gate_up_rows), groups
     )
     to_h, magnitudes = products(values, matrices.swapaxes(1, 2), sizes)
-    gate, up = np.moveaxis(both[:total].astype(np.float64), 1, 0)
+    gate, up = np.moveaxis(gate_up_rows[:total].astype(np.float64), 1, 0)
     sigmoid = formula.sigmoid(gate)
     slopes = np.stack([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid], 1)
     want = to_h[:, None] * slopes
@@ -296,24 +290,24 @@ def test_cotangents_are_quantised_with_their_own_floor(exponent, ready):
     sizes, count, a, b = (10, 0, 25), 48, 128, 256
     cotangents = rng.integers(-3, 4, (count, a)).astype(np.float32)
     matrices = rng.integers(-1, 2, (3, b, a)).astype(np.float32)
-    both = np.stack(
+    gate_up_rows = np.stack(
         [rng.integers(64, 128, (count, b)), rng.integers(-8, 9, (count, b))], 1
     ).astype(np.float32)
     size = np.float32(2.0**exponent)
-    given = Codes(
+    given = Fp8Rows(
         jnp.asarray(cotangents, E4M3), jnp.full((count, a // 128), size, jnp.float32)
     )
-    found, scales, plain = kernels.code_down_back(
+    found, scales, plain = kernels.fp8_down_dgrad(
         given,
         jnp.asarray(matrices, E4M3),
         jnp.ones((3, b // 128, a // 128), jnp.float32),
-        jnp.asarray(both, BF16),
+        jnp.asarray(gate_up_rows, BF16),
         jnp.array(sizes, jnp.int32),
     )
     total = sum(sizes)
     to_h = products(cotangents, matrices.swapaxes(1, 2), sizes)[0] * size
     # The slope of silu is 1 there.
-    want = (to_h[:, None] * both[:total, ::-1]).astype(np.float32)
+    want = (to_h[:, None] * gate_up_rows[:total, ::-1]).astype(np.float32)
     blocks = want.reshape(total, 2, b // 128, 128)
     codes, want_scales = formula.block_codes(blocks, (3,), 2.0**-80)
     helpers.assert_bits(found[:total], codes.reshape(want.shape))
@@ -346,7 +340,7 @@ def test_rows_of_cotangents(amax, dtype, sizes, count, ready):
     blocks = values.astype(np.float32).reshape(count, 3, 128)
     codes, scales = formula.block_codes(blocks, (2,), 2.0**-80)
     real = slice(min(sum(max(size, 0) for size in sizes), count))
-    helpers.assert_bits(made.values[real], codes.reshape(values.shape)[real])
+    helpers.assert_bits(made.codes[real], codes.reshape(values.shape)[real])
     helpers.assert_bits(made.scales[real], scales[real, :, 0])
 
 
@@ -357,7 +351,7 @@ def test_rows_of_codes(dtype, sizes, count, ready):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((count, 384)).astype(np.float32)
     values[1, 130] = np.nan
-    rows = Codes(*formats.quantize(jnp.asarray(values), "fp8_block128"))
+    rows = Fp8Rows(*formats.quantize(jnp.asarray(values), "fp8_block128"))
     groups = jnp.array(sizes, jnp.int32)
     run = functools.partial(kernels.dequantize, dtype=dtype)
     real = slice(min(sum(max(size, 0) for size in sizes), count))
@@ -370,19 +364,19 @@ def test_nan_stays_in_its_row(ready):
     rng = np.random.default_rng(0)
     rows, _ = rows_of(rng, sizes, count, a)
     codes, scales, _ = matrices_of(rng, 3, a, 2, b)
-    bad = Codes(rows.values.at[3].set(jnp.nan), rows.scales.at[3].set(jnp.nan))
+    bad = Fp8Rows(rows.codes.at[3].set(jnp.nan), rows.scales.at[3].set(jnp.nan))
     groups = jnp.array(sizes, jnp.int32)
-    run = jax.jit(functools.partial(kernels.code_gate_up, keep=True))
-    (want, both), (found, bad_both) = (
-        run(each, quantized.turn(codes), scales, groups) for each in (rows, bad)
+    run = jax.jit(functools.partial(kernels.fp8_gate_up, keep=True))
+    (want, gate_up_rows), (found, bad_rows) = (
+        run(each, quantized.transpose(codes), scales, groups) for each in (rows, bad)
     )
     others = np.delete(np.arange(sum(sizes)), 3)
-    for got, one in ((found.values, want.values), (found.scales, want.scales)):
+    for got, one in ((found.codes, want.codes), (found.scales, want.scales)):
         helpers.assert_bits(got[others], one[others])
         assert np.isnan(np.asarray(got[3], np.float32)).all()
-    assert np.all(np.asarray(found.values[3]).view(np.uint8) == 0x7F)
+    assert np.all(np.asarray(found.codes[3]).view(np.uint8) == 0x7F)
     assert np.all(np.asarray(found.scales[3]).view(np.uint32) == 0x7FC00000)
-    helpers.assert_bits(bad_both[others], both[others])
+    helpers.assert_bits(bad_rows[others], gate_up_rows[others])
 
 
 @pytest.mark.gpu
@@ -395,13 +389,12 @@ def test_sums_of_one_sign_lose_nothing():
     codes, row_scales, values = codes_and_values(given, (1,))
     weights = rng.uniform(0.5, 1.5, (3, a, b)).astype(np.float32)
     matrices, matrix_scales, exact = codes_and_values(weights, (1, 2))
-    found = kernels.code_rows(
-        Codes(codes, row_scales),
-        quantized.turn(matrices),
+    found = kernels.fp8_fprop(
+        Fp8Rows(codes, row_scales),
+        quantized.transpose(matrices),
         matrix_scales,
         jnp.array(sizes, jnp.int32),
         jnp.float32,
-        True,
     )
     want, _ = products(values, exact, sizes)
     assert abs(np.sum(np.asarray(found, np.float64)) / np.sum(want) - 1) < 5e-4
@@ -427,13 +420,17 @@ def odd_matrices(dtype, *shape):
 def test_matrices_become_codes(shape, dtype, ready):
     """Bit for bit as in NumPy, in both orders."""
     matrices = odd_matrices(dtype, *shape)
-    codes, scales, turned = jax.jit(kernels.quantize_matrices)(jnp.asarray(matrices))
+    codes, scales, transposed = jax.jit(kernels.quantize_matrices)(
+        jnp.asarray(matrices)
+    )
     for group in range(shape[0]):
         for side in range(shape[2]):
             want = formula.matrix_codes(matrices[group, :, side])
             helpers.assert_bits(codes[group, :, side], want[0])
             helpers.assert_bits(scales[group, :, side], want[1])
-            helpers.assert_bits(turned[group, side], np.ascontiguousarray(want[0].T))
+            helpers.assert_bits(
+                transposed[group, side], np.ascontiguousarray(want[0].T)
+            )
 
 
 # ---- Operations made of them ----------------------------------------------------
@@ -461,61 +458,63 @@ def reference_codes(gate_up, down):
 
 
 @pytest.mark.slow
-def test_weights_are_turned_in_one_pass(ready):
+def test_weights_are_transposed_in_one_pass(ready):
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     made = experts.quantize_weights(gate_up, down)
     plain = reference_codes(gate_up, down)
     jax.tree.map(helpers.assert_bits, made.canonical(), plain)
-    assert made.canonical().gate_up_turned is None
-    helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
-    helpers.assert_bits(made.down_turned, np.transpose(plain.down, (0, 2, 1)))
+    assert made.canonical().gate_up_transposed is None
+    helpers.assert_bits(
+        made.gate_up_transposed, np.transpose(plain.gate_up, (0, 2, 3, 1))
+    )
+    helpers.assert_bits(made.down_transposed, np.transpose(plain.down, (0, 2, 1)))
     if ready is not None:
         assert ready == ["quantize_matrices"] * 2
     assert len(jax.tree.leaves(made)) == 6
     assert len(jax.tree.leaves(made.canonical())) == 4
     four = experts.quantize_weights(gate_up, down, format="mxfp4")
-    assert four.gate_up_turned.shape == (3, 2 * F // 128, H // 32, 2176)
-    assert four.down_turned.shape == (3, H // 128, F // 32, 2176)
+    assert four.gate_up_transposed.shape == (3, 2 * F // 128, H // 32, 2176)
+    assert four.down_transposed.shape == (3, H // 128, F // 32, 2176)
     odd = experts.quantize_weights(gate_up[..., :96], down[:, :96], format="mxfp4")
-    assert odd.gate_up_turned is odd.down_turned is None
+    assert odd.gate_up_transposed is odd.down_transposed is None
 
 
 @pytest.mark.parametrize("canonical", [False, True])
 def test_operations_equal_the_reference(canonical, ready):
-    """All operations; the call turns codes that come from a checkpoint."""
+    """All operations; the call transposes codes that come from a checkpoint."""
     rows, weights = weights_of()
     weights = weights.canonical() if canonical else weights
     sizes = jnp.array(SIZES, jnp.int32)
     real = slice(sum(SIZES))
     inner = Inner(None, None, (), None)
     here, there = HopperOperations(), Operations()
-    h, both = here.gate_up(rows, weights, sizes, inner, True, "bfloat16")
+    h, gate_up_rows = here.gate_up(rows, weights, sizes, inner, True, "bfloat16")
     want, wanted = there.gate_up(rows, weights, sizes, inner, True, "bfloat16")
     assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
-    assert distance(both[real], wanted[real]) < CLOSE
+    assert distance(gate_up_rows[real], wanted[real]) < CLOSE
     dy = jnp.asarray(np.random.default_rng(1).standard_normal((COUNT, H)), jnp.float32)
     cotangents = here.quantize_cotangents(dy, sizes)
     others = there.quantize_cotangents(dy, sizes)
     assert distance(cotangents.to("float32")[real], others.to("float32")[real]) < CLOSE
-    found = here.down_dgrad(cotangents, weights, sizes, inner, both)
-    reference = there.down_dgrad(cotangents, weights, sizes, inner, both)
+    found = here.down_dgrad(cotangents, weights, sizes, inner, gate_up_rows)
+    reference = there.down_dgrad(cotangents, weights, sizes, inner, gate_up_rows)
     assert found[2] == reference[2] == ()
     assert distance(found[1][real], reference[1][real]) < CLOSE
     codes, others = (each[0].to("float32")[real] for each in (found, reference))
     assert codes.shape == others.shape == (sum(SIZES), 2 * F)
     assert distance(codes, others) < CLOSE
-    for which, operand, transposed in (
-        ("gate_up", rows, False),
-        ("gate_up", found[0], True),
-        ("down", h, False),
-        ("down", cotangents, True),
+    for name, which, operand in (
+        ("fprop", "gate_up", rows),
+        ("dgrad", "gate_up", found[0]),
+        ("fprop", "down", h),
+        ("dgrad", "down", cotangents),
     ):
         got, one = (
-            each.product(operand, weights, which, sizes, jnp.float32, transposed)
+            getattr(each, name)(operand, weights, which, sizes, jnp.float32)
             for each in (here, there)
         )
         assert got.shape == one.shape
-        assert distance(got[real], one[real]) < CLOSE, (which, transposed)
+        assert distance(got[real], one[real]) < CLOSE, (name, which)
     for dtype in ("float32", "bfloat16", "float16"):
         got, one = (
             each.wgrad(rows, dy, sizes, jnp.dtype(dtype)) for each in (here, there)
@@ -529,10 +528,10 @@ def test_operations_equal_the_reference(canonical, ready):
     "form", ["codes", "bfloat16", pytest.param("float16", marks=THOROUGH)]
 )
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=THOROUGH)])
-def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
+def test_weights_in_mxfp4(canonical, form, many, ready, monkeypatch):
     """Few and many rows, of every kind, with and without SwiGLU."""
     if many:
-        monkeypatch.setattr(hopper_codes, "FEW_ROWS", 1)
+        monkeypatch.setattr(hopper_fp8, "FEW_ROWS", 1)
     rows, _ = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -553,31 +552,31 @@ def test_weights_of_four_bits(canonical, form, many, ready, monkeypatch):
         assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
         if ready is not None:
             fused = wgmma and inner.gate_bias is None
-            assert set(taken) == (
-                {"gate_up" if fused else "four_bits"} if known else set()
-            )
+            swiglu = inner.gate_bias is None
+            wanted = "gate_up" if fused else f"mxfp4_{'gate_up' if swiglu else 'fprop'}"
+            assert set(taken) == ({wanted} if known else set())
         for out in (jnp.bfloat16, jnp.float32, jnp.float16):
             taken.clear()
             given = (h, weights, "down", sizes, out)
-            got, one = here.product(*given), there.product(*given)
+            got, one = here.fprop(*given), there.fprop(*given)
             assert got.dtype == one.dtype == out
             assert distance(got[real], one[real]) < CLOSE
             if ready is not None and known:
                 rounded = wgmma and out == jnp.bfloat16
-                assert set(taken) == {"rows" if rounded else "four_bits"}
+                assert set(taken) == {"fprop" if rounded else "mxfp4_fprop"}
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "count", "targets"),
     [
-        ("bf16", "mxfp4", COUNT, ["four_bit_gate_up", "four_bit_rows"]),
+        ("bf16", "mxfp4", COUNT, ["mxfp4_gate_up", "mxfp4_fprop"]),
         (
             *("fp8_block128", "mxfp4", COUNT),
-            ["four_bit_gate_up", "quantize", "four_bit_rows"],
+            ["mxfp4_gate_up", "quantize", "mxfp4_fprop"],
         ),
-        ("fp8_block128", "fp8_block128", COUNT, ["code_experts"]),
-        ("fp8_block128", "fp8_block128", 384, ["code_experts"]),
-        ("fp8_block128", "fp8_block128", 385, ["code_gate_up", "code_rows"]),
+        ("fp8_block128", "fp8_block128", COUNT, ["fp8_experts"]),
+        ("fp8_block128", "fp8_block128", 384, ["fp8_experts"]),
+        ("fp8_block128", "fp8_block128", 385, ["fp8_gate_up", "fp8_fprop"]),
     ],
 )
 def test_what_experts_are_lowered_to(name, weights, count, targets, monkeypatch):
@@ -597,13 +596,13 @@ def test_what_experts_are_lowered_to(name, weights, count, targets, monkeypatch)
 
 
 def test_tiles_are_those_of_the_table():
-    table = tables.TABLES["ep_four_bit_rows"].operands
+    table = tables.TABLES["ep_mxfp4_fprop"].operands
     (row,) = (row for row in table if row.name == "tiles")
-    assert row.shape[-1] == ((), four_bits.ATOM)
+    assert row.shape[-1] == ((), mxfp4.ATOM_BYTES)
 
 
 def test_what_lies_between_products_is_applied_by_the_reference(ready):
-    """Other activations, biases, and what the backward pass keeps of 4-bit weights."""
+    """Other activations, biases, and what the backward pass keeps of mxfp4 weights."""
     rows, weights = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -613,16 +612,16 @@ def test_what_lies_between_products_is_applied_by_the_reference(ready):
     four = experts.quantize_weights(gate_up, down, format="mxfp4")
     plain = Rows(rows.to("bfloat16"), None)
     for inner, operand, codes, wanted in (
-        (Inner(bias, None, (), None), rows, weights, {"code_rows"}),
-        (Inner(None, None, (), lambda g, u, _: g * u), rows, weights, {"code_rows"}),
-        (Inner(None, None, (), None), plain, four, {"four_bits"}),
-        (Inner(None, None, (), None), rows, four, {"four_bits"}),
+        (Inner(bias, None, (), None), rows, weights, {"fp8_fprop"}),
+        (Inner(None, None, (), lambda g, u, _: g * u), rows, weights, {"fp8_fprop"}),
+        (Inner(None, None, (), None), plain, four, {"mxfp4_fprop"}),
+        (Inner(None, None, (), None), rows, four, {"mxfp4_fprop"}),
     ):
         taken.clear()
         given = (operand, codes, sizes, inner, True, "bfloat16")
-        (h, both), (want, kept) = here.gate_up(*given), there.gate_up(*given)
+        (h, gate_up_rows), (want, kept) = here.gate_up(*given), there.gate_up(*given)
         assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
-        assert distance(both[real], kept[real]) < CLOSE
+        assert distance(gate_up_rows[real], kept[real]) < CLOSE
         assert ready is None or set(taken) == wanted
 
 
@@ -651,7 +650,7 @@ def test_experts_equal_the_formula(name, ready):
     if ready is not None:
         # JAX traces a partitioned function only once for all tests.
         # JAX traces it without a derivative as well.
-        traced = {"code_experts", "code_gate_up", "code_rows"}
+        traced = {"fp8_experts", "fp8_gate_up", "fp8_fprop"}
         assert set(ready) - {"quantize_matrices"} == traced
     plain = jax.jit(run)(port, gate_up, down)
     helpers.assert_bits(plain[: sum(SIZES)], y[: sum(SIZES)])
@@ -671,7 +670,7 @@ def test_experts_equal_the_formula(name, ready):
     assert distance(grads[1], want.gate_up) < CLOSE
     assert distance(grads[2], want.down) < CLOSE
     if ready is not None:
-        assert {"code_down_back", "outer"} <= set(ready)
+        assert {"fp8_down_dgrad", "wgrad"} <= set(ready)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -693,7 +692,7 @@ def test_vmap(batch, ready):
 
 
 def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
-    """Restored codes multiply as well; the call turns them."""
+    """Restored codes multiply as well; the call transposes them."""
     pytest.importorskip("orbax.checkpoint")
     from orbax import checkpoint
 
@@ -708,7 +707,7 @@ def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
     with checkpoint.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "codes", like)
     assert isinstance(restored, experts.QuantizedWeights)
-    assert restored.gate_up_turned is None
+    assert restored.gate_up_transposed is None
     d = dispatched(rows, SIZES, "fp8_block128")
     want, found = (
         jax.jit(experts.fp8)(d, codes, None)[: sum(SIZES)] for codes in (made, restored)
@@ -737,14 +736,19 @@ def test_weights_that_are_sharded(hidden, inner, kind, ready):
     made = program(*placed)
     plain = reference_codes(gate_up, down)
     jax.tree.map(helpers.assert_bits, made.canonical(), plain)
-    helpers.assert_bits(made.gate_up_turned, np.transpose(plain.gate_up, (0, 2, 3, 1)))
-    helpers.assert_bits(made.down_turned, np.transpose(plain.down, (0, 2, 1)))
+    helpers.assert_bits(
+        made.gate_up_transposed, np.transpose(plain.gate_up, (0, 2, 3, 1))
+    )
+    helpers.assert_bits(made.down_transposed, np.transpose(plain.down, (0, 2, 1)))
     whole = hidden % (128 * mesh.shape["fsdp"]) == 0
     # Only blocks that would be cut are gathered.
     assert ("all-gather" in program.as_text()) == (not whole)
     if whole:
-        turned = P("ep", None, None, "fsdp")
-        for array, spec in ((made.gate_up, specs[0]), (made.gate_up_turned, turned)):
+        transposed = P("ep", None, None, "fsdp")
+        for array, spec in (
+            (made.gate_up, specs[0]),
+            (made.gate_up_transposed, transposed),
+        ):
             wanted = NamedSharding(mesh, spec)
             assert array.sharding.is_equivalent_to(wanted, array.ndim)
 

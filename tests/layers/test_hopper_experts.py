@@ -102,18 +102,16 @@ def operands(sizes, count, *shapes, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["fprop", "dgrad"])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_rows(sizes, count, a, b, transposed, dtype, ready):
-    matrix = (b, a) if transposed else (a, b)
+def test_rows_by_matrices(sizes, count, a, b, name, dtype, ready):
+    matrix = (a, b) if name == "fprop" else (b, a)
     rows, matrices, groups = operands(
         sizes, count, (count, a), (len(sizes), *matrix), dtype=dtype
     )
-    found = jax.jit(functools.partial(kernels.rows, transposed=transposed))(
-        rows, matrices, groups
-    )
-    turned = matrices.swapaxes(1, 2) if transposed else matrices
-    want, magnitudes = products(rows, turned, sizes)
+    found = jax.jit(getattr(kernels, name))(rows, matrices, groups)
+    matrices = matrices if name == "fprop" else matrices.swapaxes(1, 2)
+    want, magnitudes = products(rows, matrices, sizes)
     assert_near(found[: sum(sizes)], want, SUMS * magnitudes, dtype)
 
 
@@ -127,7 +125,7 @@ def silu(gate):
 def test_gate_up(sizes, count, a, b, keep, dtype, ready):
     shapes = (count, a), (len(sizes), a, 2, b)
     rows, matrices, groups = operands(sizes, count, *shapes, dtype=dtype)
-    h, both = jax.jit(functools.partial(kernels.gate_up, keep=keep))(
+    h, gate_up_rows = jax.jit(functools.partial(kernels.gate_up, keep=keep))(
         rows, matrices, groups
     )
     side_by_side = matrices.reshape(len(sizes), a, 2 * b)
@@ -136,21 +134,23 @@ def test_gate_up(sizes, count, a, b, keep, dtype, ready):
     want = silu(gate) * up
     bound = 2 * SUMS * (gates * np.abs(up) + ups * np.abs(gate) + gates * ups * SUMS)
     assert_near(h[: sum(sizes)], want, bound + 1e-6 * np.abs(want), dtype)
-    assert (both is not None) == keep
-    if both is not None:
-        assert both.shape == (count, 2, b)
-        flat = both[: sum(sizes)].reshape(sum(sizes), 2 * b)
+    assert (gate_up_rows is not None) == keep
+    if gate_up_rows is not None:
+        assert gate_up_rows.shape == (count, 2, b)
+        flat = gate_up_rows[: sum(sizes)].reshape(sum(sizes), 2 * b)
         assert_near(flat, sums, SUMS * magnitudes, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_down_back(sizes, count, a, b, dtype, ready):
+def test_down_dgrad(sizes, count, a, b, dtype, ready):
     shapes = (count, a), (len(sizes), b, a), (count, 2, b)
-    cotangents, matrices, both, groups = operands(sizes, count, *shapes, dtype=dtype)
-    found = jax.jit(kernels.down_back)(cotangents, matrices, both, groups)
+    cotangents, matrices, gate_up_rows, groups = operands(
+        sizes, count, *shapes, dtype=dtype
+    )
+    found = jax.jit(kernels.down_dgrad)(cotangents, matrices, gate_up_rows, groups)
     to_h, magnitudes = products(cotangents, matrices.swapaxes(1, 2), sizes)
-    (values,) = wide(both[: sum(sizes)])
+    (values,) = wide(gate_up_rows[: sum(sizes)])
     gate, up = values[:, 0], values[:, 1]
     s = sigmoid(gate)
     slopes = np.stack([up * (s + silu(gate) * (1 - s)), silu(gate)], 1)
@@ -163,14 +163,15 @@ def test_down_back(sizes, count, a, b, dtype, ready):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("wide_out", [False, True])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)
-def test_outer(sizes, count, a, b, wide_out, dtype, ready):
-    left, right, groups = operands(sizes, count, (count, a), (count, b), dtype=dtype)
+def test_wgrad(sizes, count, a, b, wide_out, dtype, ready):
+    shapes = (count, a), (count, b)
+    rows, cotangents, groups = operands(sizes, count, *shapes, dtype=dtype)
     out = "float32" if wide_out else dtype
-    found = jax.jit(kernels.outer, static_argnames="dtype")(
-        left, right, groups, dtype=jnp.dtype(out)
+    found = jax.jit(kernels.wgrad, static_argnames="dtype")(
+        rows, cotangents, groups, dtype=jnp.dtype(out)
     )
     for group, first, end in groups_of(sizes):
-        pair = wide(left[first:end], right[first:end])
+        pair = wide(rows[first:end], cotangents[first:end])
         want = pair[0].T @ pair[1]
         bound = SUMS * (np.abs(pair[0]).T @ np.abs(pair[1]))
         assert_near(found[group], want, bound, out)
@@ -210,7 +211,7 @@ def test_sums_of_one_sign_lose_nothing(dtype):
     a, b, sizes = 7168, 256, (200, 0, 56)
     rows = jnp.asarray(rng.uniform(0.5, 1.5, (256, a)), dtype)
     matrices = jnp.asarray(rng.uniform(0.5, 1.5, (3, a, b)) / a, dtype)
-    found = kernels.rows(rows, matrices, jnp.array(sizes, jnp.int32))
+    found = kernels.fprop(rows, matrices, jnp.array(sizes, jnp.int32))
     want, _ = products(rows, matrices, sizes)
     assert abs(np.sum(np.asarray(found, np.float64)) / np.sum(want) - 1) < 5e-4
 
@@ -274,7 +275,7 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
         forward = lowered(experts.hopper, *args)
         calls = lowered(both_ways, *args)
     # With many rows, so that the result can take the place of the rows.
-    apart = ["ep_gate_up", "ep_rows"]
+    apart = ["ep_gate_up", "ep_fprop"]
     wanted = apart if count > 128 * 3 else ["ep_experts"]
     assert [target for target, _ in forward] == wanted
     if wanted != apart:
@@ -284,10 +285,10 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
         ) in forward[0][1]
     assert Counter(target for target, _ in calls) == {
         "ep_gate_up": 1,
-        "ep_rows": 1,
-        "ep_down_back": 1,
-        "ep_rows_transposed": 1,
-        "ep_outer": 2,
+        "ep_fprop": 1,
+        "ep_down_dgrad": 1,
+        "ep_dgrad": 1,
+        "ep_wgrad": 2,
     }
     lines = dict(calls)
     assert "keep = true" in lines["ep_gate_up"]
@@ -295,12 +296,12 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
         f"(tensor<{count}x256x{word}>, tensor<3x256x2x128x{word}>, tensor<3xi32>) -> "
         f"(tensor<{count}x128x{word}>, tensor<{count}x2x128x{word}>)"
     ) in lines["ep_gate_up"]
-    assert f"tensor<3x256x256x{word}>" in lines["ep_rows_transposed"]
+    assert f"tensor<3x256x256x{word}>" in lines["ep_dgrad"]
     # The call overwrites gate and up.
-    assert "operand_index = 2" in lines["ep_down_back"]
+    assert "operand_index = 2" in lines["ep_down_dgrad"]
     out = dtype if masters == "own" else "float32"
     for target, line in calls:
-        assert (f'out_dtype = "{out}"' in line) == (target == "ep_outer")
+        assert (f'out_dtype = "{out}"' in line) == (target == "ep_wgrad")
 
 
 def test_policies_save_gate_and_up(monkeypatch):
@@ -335,9 +336,9 @@ def test_other_activations_have_products_of_their_own(monkeypatch):
     args = structs(64, "bfloat16", "bfloat16")
     calls = lowered(functools.partial(run, lambda g, u: jnp.tanh(g) * u), *args)
     assert Counter(target for target, _ in calls) == {
-        "ep_rows": 2,
-        "ep_rows_transposed": 2,
-        "ep_outer": 2,
+        "ep_fprop": 2,
+        "ep_dgrad": 2,
+        "ep_wgrad": 2,
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 import jax_ep
 from jax_ep import formats
 from jax_ep._experts import kernels, quantized, select
-from jax_ep._experts.kernels import Codes
+from jax_ep._experts.kernels import Fp8Rows
 from jax_ep._layers import layer
 
 H, F = 128, 128  # sizes of the tests' matrices
@@ -82,7 +82,7 @@ def either_operations(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     taken = request.getfixturevalue("fake_kernels")
     yield
-    assert {"code_gate_up", "code_experts"} & set(taken)
+    assert {"fp8_gate_up", "fp8_experts"} & set(taken)
 
 
 def _seen(stand_in: Callable[..., Any], taken: list[str]) -> Callable[..., Any]:
@@ -122,43 +122,48 @@ def _zero(like: jax.Array) -> jax.Array:
     return jnp.zeros_like(like, shape=(1, 1))
 
 
-def rows(rows, matrices, sizes, transposed=False):
+def fprop(rows, matrices, sizes):
     assert rows.dtype == matrices.dtype
     assert rows.dtype.itemsize == 2
-    matrices = matrices.swapaxes(1, 2) if transposed else matrices
     return product(rows, matrices, sizes).astype(rows.dtype)
+
+
+def dgrad(cotangents, matrices, sizes):
+    return fprop(cotangents, matrices.swapaxes(1, 2), sizes)
 
 
 def gate_up(rows, matrices, sizes, keep):
     assert rows.dtype == matrices.dtype
     count, inner = len(rows), matrices.shape[3]
-    both = product(rows, matrices.reshape(*matrices.shape[:2], -1), sizes)
-    both = both.reshape(count, 2, inner)
-    h = jax.nn.silu(both[:, 0]) * both[:, 1]
-    return h.astype(rows.dtype), both.astype(rows.dtype) if keep else None
+    gate_up_rows = product(rows, matrices.reshape(*matrices.shape[:2], -1), sizes)
+    gate_up_rows = gate_up_rows.reshape(count, 2, inner)
+    h = jax.nn.silu(gate_up_rows[:, 0]) * gate_up_rows[:, 1]
+    return h.astype(rows.dtype), gate_up_rows.astype(rows.dtype) if keep else None
 
 
-def swiglu_back(to_h: jax.Array, both: jax.Array) -> jax.Array:
+def swiglu_dgrad(to_h: jax.Array, gate_up_rows: jax.Array) -> jax.Array:
     """Cotangents of gate and up in float32, from JAX's own derivative."""
-    gate, up = (each.astype(jnp.float32) for each in (both[:, 0], both[:, 1]))
+    gate, up = (
+        each.astype(jnp.float32) for each in (gate_up_rows[:, 0], gate_up_rows[:, 1])
+    )
     _, back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
     return jnp.stack(back(to_h), 1)
 
 
-def down_back(cotangents, matrices, both, sizes):
-    assert cotangents.dtype == matrices.dtype == both.dtype
+def down_dgrad(cotangents, matrices, gate_up_rows, sizes):
+    assert cotangents.dtype == matrices.dtype == gate_up_rows.dtype
     to_h = product(cotangents, matrices.swapaxes(1, 2), sizes)
-    return swiglu_back(to_h, both).astype(both.dtype)
+    return swiglu_dgrad(to_h, gate_up_rows).astype(gate_up_rows.dtype)
 
 
-def outer(left, right, sizes, dtype):
-    assert left.dtype == right.dtype
-    assert dtype in (left.dtype, jnp.float32)
+def wgrad(rows, cotangents, sizes, dtype):
+    assert rows.dtype == cotangents.dtype
+    assert dtype in (rows.dtype, jnp.float32)
     found = []
-    for own in group_masks(sizes, len(left)):
+    for own in group_masks(sizes, len(rows)):
         pair = (
             jnp.where(own[:, None], each.astype(jnp.float32), 0)
-            for each in (left, right)
+            for each in (rows, cotangents)
         )
         found.append(jnp.dot(next(pair).T, next(pair), precision="highest"))
     return jnp.stack(found).astype(dtype)
@@ -170,51 +175,60 @@ def _spread(scales: jax.Array, *axes: int) -> jax.Array:
     return scales
 
 
-def _values(rows: Codes) -> jax.Array:
+def _values(rows: Fp8Rows) -> jax.Array:
     assert rows.scales.dtype == jnp.float32
-    return rows.values.astype(jnp.float32) * _spread(rows.scales, 1)
+    return rows.codes.astype(jnp.float32) * _spread(rows.scales, 1)
 
 
-def code_rows(rows, matrices, scales, sizes, dtype, turned):
-    scales = _spread(scales.swapaxes(1, 2) if turned else scales, 1, 2)
-    values = matrices.astype(jnp.float32) * scales
-    return product(_values(rows), values.swapaxes(1, 2), sizes).astype(dtype)
+def fp8_fprop(rows, matrices, scales, sizes, dtype):
+    return fp8_dgrad(rows, matrices, scales.swapaxes(1, 2), sizes, dtype)
 
 
-def code_gate_up(rows, matrices, scales, sizes, keep):
+def fp8_dgrad(cotangents, matrices, scales, sizes, dtype):
+    values = (matrices.astype(jnp.float32) * _spread(scales, 1, 2)).swapaxes(1, 2)
+    return product(_values(cotangents), values, sizes).astype(dtype)
+
+
+def fp8_gate_up(rows, matrices, scales, sizes, keep):
     groups, _, inner, _ = matrices.shape
     scales = _spread(scales.transpose(0, 2, 3, 1), 2, 3)
     values = (matrices.astype(jnp.float32) * scales).reshape(groups, 2 * inner, -1)
-    both = product(_values(rows), values.swapaxes(1, 2), sizes)
-    both = both.reshape(-1, 2, inner)
-    h = formats.quantize(jax.nn.silu(both[:, 0]) * both[:, 1], "fp8_block128")
-    return Codes(*h), both.astype(jnp.bfloat16) if keep else None
+    gate_up_rows = product(_values(rows), values.swapaxes(1, 2), sizes)
+    gate_up_rows = gate_up_rows.reshape(-1, 2, inner)
+    h = formats.quantize(
+        jax.nn.silu(gate_up_rows[:, 0]) * gate_up_rows[:, 1], "fp8_block128"
+    )
+    return Fp8Rows(*h), gate_up_rows.astype(jnp.bfloat16) if keep else None
 
 
-def code_down_back(cotangents, matrices, scales, both, sizes):
+def fp8_down_dgrad(cotangents, matrices, scales, gate_up_rows, sizes):
     values = matrices.astype(jnp.float32) * _spread(scales, 1, 2)
     to_h = product(_values(cotangents), values.swapaxes(1, 2), sizes)
-    back = swiglu_back(to_h, both)
+    back = swiglu_dgrad(to_h, gate_up_rows)
     codes, code_scales = quantized.quantize_cotangents(back.reshape(len(back), -1))
     code_scales = code_scales.reshape(len(back), 2, -1)
-    return codes.reshape(both.shape), code_scales, back.astype(both.dtype)
+    return (
+        codes.reshape(gate_up_rows.shape),
+        code_scales,
+        back.astype(gate_up_rows.dtype),
+    )
 
 
-_rows, _gate_up = rows, gate_up
+_gate_up = gate_up
 
 
 def experts(rows, gate_up, down, sizes):
     h, _ = _gate_up(rows, gate_up, sizes, keep=False)
-    return _rows(h, down, sizes)
+    return fprop(h, down, sizes)
 
 
-def code_experts(rows, gate_up, gate_up_scales, down, down_scales, sizes, dtype):
-    h, _ = code_gate_up(rows, gate_up, gate_up_scales, sizes, keep=False)
-    return code_rows(h, down, down_scales, sizes, dtype, turned=True)
+def fp8_experts(rows, gate_up, gate_up_scales, down, down_scales, sizes, dtype):
+    h, _ = fp8_gate_up(rows, gate_up, gate_up_scales, sizes, keep=False)
+    return fp8_fprop(h, down, down_scales, sizes, dtype)
 
 
 def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
-    """The values of tiles that `four_bits.tiles` made, float32 `[L, A, sides * B]`."""
+    """The values of tiles that `mxfp4.tiles` made, float32 `[L, A, sides * B]`."""
     groups, across, steps, _ = tiles.shape
     codes = tiles[..., :2048].reshape(groups, across, steps, 4, 8, 4, 2, 2, 2, 2)
     halves = codes[..., 0] | codes[..., 1].astype(jnp.uint16) << 8
@@ -241,16 +255,24 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     return values.reshape(groups, steps * 32, -1)
 
 
-def four_bits(rows, scales, tiles, sizes, columns, dtype, gate_up):
+def _mxfp4(rows, scales, tiles, sizes, dtype, sides):
     assert dtype in (jnp.bfloat16, jnp.float32)
     assert rows.dtype == jnp.bfloat16
-    values = rows if scales is None else _values(Codes(rows, scales))
-    sums = product(values, values_of_tiles(tiles, 2 if gate_up else 1), sizes)
-    if gate_up:
-        gate, up = jnp.split(sums, 2, axis=1)
-        sums = jax.nn.silu(gate) * up
+    values = rows if scales is None else _values(Fp8Rows(rows, scales))
+    return product(values, values_of_tiles(tiles, sides), sizes)
+
+
+def mxfp4_fprop(rows, scales, tiles, sizes, columns, dtype):
+    sums = _mxfp4(rows, scales, tiles, sizes, dtype, 1)
     assert sums.shape[1] == columns
     return sums.astype(dtype)
+
+
+def mxfp4_gate_up(rows, scales, tiles, sizes, columns, dtype):
+    sums = _mxfp4(rows, scales, tiles, sizes, dtype, 2)
+    gate, up = jnp.split(sums, 2, axis=1)
+    assert gate.shape[1] == columns
+    return (jax.nn.silu(gate) * up).astype(dtype)
 
 
 def quantize_matrices(matrices):
@@ -260,13 +282,15 @@ def quantize_matrices(matrices):
 
 def _in_groups(values, sizes, otherwise):
     """Sets rows past the groups to `otherwise`, as kernels leave memory there as is."""
-    real = jnp.arange(len(values)) < jnp.sum(jnp.maximum(sizes, 0))
-    return jnp.where(real[:, None], values, jnp.asarray(otherwise, values.dtype))
+    in_group = jnp.arange(len(values)) < jnp.sum(jnp.maximum(sizes, 0))
+    return jnp.where(in_group[:, None], values, jnp.asarray(otherwise, values.dtype))
 
 
 def quantize_cotangents(values, sizes):
     codes, scales = quantized.quantize_cotangents(values)
-    return Codes(_in_groups(codes, sizes, jnp.nan), _in_groups(scales, sizes, jnp.nan))
+    return Fp8Rows(
+        _in_groups(codes, sizes, jnp.nan), _in_groups(scales, sizes, jnp.nan)
+    )
 
 
 def dequantize(rows, sizes, dtype):
@@ -275,16 +299,19 @@ def dequantize(rows, sizes, dtype):
 
 
 STAND_INS = (
-    rows,
+    fprop,
+    dgrad,
     gate_up,
-    down_back,
-    outer,
-    code_rows,
-    code_gate_up,
-    code_down_back,
+    down_dgrad,
+    wgrad,
+    fp8_fprop,
+    fp8_dgrad,
+    fp8_gate_up,
+    fp8_down_dgrad,
     experts,
-    code_experts,
-    four_bits,
+    fp8_experts,
+    mxfp4_fprop,
+    mxfp4_gate_up,
     quantize_matrices,
     quantize_cotangents,
     dequantize,

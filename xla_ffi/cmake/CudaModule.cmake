@@ -45,9 +45,9 @@ endif()
 # newer GPUs.
 add_library(
   jax_ep_matmul OBJECT
-  cuda/matmul/codes.cu cuda/matmul/four_bits.cu cuda/matmul/gate_up.cu
-  cuda/matmul/grouped_matmul.cc cuda/matmul/outer.cu cuda/matmul/quantize_matrices.cu
-  cuda/matmul/rows.cu cuda/matmul/tensor_map.cc)
+  cuda/matmul/fp8.cu cuda/matmul/fprop.cu cuda/matmul/gate_up.cu cuda/matmul/grouped_matmul.cc
+  cuda/matmul/mxfp4.cu cuda/matmul/quantize_matrices.cu cuda/matmul/tensor_map.cc
+  cuda/matmul/wgrad.cu)
 set_target_properties(jax_ep_matmul PROPERTIES CUDA_ARCHITECTURES 90a-real)
 foreach(part jax_ep_cuda jax_ep_windows jax_ep_matmul)
   set_target_properties(${part} PROPERTIES CUDA_VISIBILITY_PRESET hidden)

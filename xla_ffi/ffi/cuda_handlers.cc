@@ -17,7 +17,7 @@
 #include "cuda/expert_rows.h"
 #include "cuda/init.h"
 #include "cuda/internode/calls.h"
-#include "cuda/matmul/four_bits.h"
+#include "cuda/matmul/mxfp4.h"
 #include "cuda/matmul/quantize_matrices.h"
 #include "cuda/matmul/step.h"
 #include "cuda/router.h"
@@ -99,8 +99,8 @@ cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
 cudaError_t Enqueue(Call<ExpertsStep>& call, int32_t, cudaStream_t stream) {
   return cuda::ApplyExperts(call.step, stream);
 }
-cudaError_t Enqueue(Call<FourBitStep>& call, int32_t, cudaStream_t stream) {
-  return cuda::MultiplyFourBits(call.step, stream);
+cudaError_t Enqueue(Call<Mxfp4Step>& call, int32_t, cudaStream_t stream) {
+  return cuda::MultiplyMxfp4(call.step, stream);
 }
 cudaError_t Enqueue(QuantizeMatricesCall& call, int32_t, cudaStream_t stream) {
   return cuda::QuantizeMatrices(call.step, stream);
@@ -305,7 +305,7 @@ cudaError_t PreloadLayers() {
   if (error == cudaSuccess) error = cuda::PreloadExpertRowKernels();
   if (error != cudaSuccess || !cuda::MatmulSupported()) return error;
   error = cuda::PreloadMatmulKernels();
-  if (error == cudaSuccess) error = cuda::PreloadFourBitKernels();
+  if (error == cudaSuccess) error = cuda::PreloadMxfp4Kernels();
   return error == cudaSuccess ? cuda::PreloadQuantizeMatrices() : error;
 }
 

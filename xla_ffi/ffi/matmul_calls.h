@@ -1,5 +1,5 @@
 // The tables of the grouped matmuls: N rows in G groups of `group_sizes`, and a matrix per group.
-// protocol/matmul_steps.h says what each of them computes.
+// protocol/matmul_steps.h says what each of them computes; N, A and B here are its M, K and N.
 #pragma once
 
 #include <string>
@@ -49,20 +49,20 @@ struct MatmulCall : Call<MatmulStep> {
   }
   void Size(Checker& check) {
     step.kind = kKind;
-    step.rows = sizes[Dim::N];
+    step.m = sizes[Dim::N];
     step.groups = sizes[Dim::G];
-    step.left_columns = sizes[Dim::A];
-    step.columns = sizes[Dim::B];
+    step.k = sizes[Dim::A];
+    step.n = sizes[Dim::B];
     const bool is_float = step.out_element == ElementType::kFloat32;
-    if (kKind == MatmulKind::kCodeRows) {
+    if (kKind == MatmulKind::kFp8Matmul) {
       step.element = is_float ? ElementType::kBFloat16 : step.out_element;
-    } else if (OfCodes(kKind)) {
+    } else if (IsFp8(kKind)) {
       check.Require(!is_float, "gate and up must have 16 bits");
       step.element = step.out_element;
     } else {
       check.Require(step.element != ElementType::kFloat32, "operands must have 16 bits");
     }
-    if (kKind == MatmulKind::kOuter) {
+    if (kKind == MatmulKind::kWgrad) {
       check.Require(is_float || step.out_element == step.element,
                     "out must have the dtype of the operands, or float32");
     }
@@ -71,84 +71,96 @@ struct MatmulCall : Call<MatmulStep> {
 
 // ---- Of 16 bits ---------------------------------------------------------------------------------
 
-struct RowsCall : MatmulCall<MatmulKind::kRows> {
-  static constexpr const char* kTarget = "ep_rows";
+struct FpropCall : MatmulCall<MatmulKind::kFprop> {
+  static constexpr const char* kTarget = "ep_fprop";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {N, A}, &Step::left),
-                 Arg<Token>("matrices", {G, A, B}, &Step::right), kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::out));
+      std::tuple(Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("matrices", {G, A, B}, &Step::b),
+                 kGroupSizes);
+  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::d));
   static constexpr auto kAttributes = std::tuple();
 };
 
-struct RowsTransposedCall : MatmulCall<MatmulKind::kRowsTransposed> {
-  static constexpr const char* kTarget = "ep_rows_transposed";
+struct DgradCall : MatmulCall<MatmulKind::kDgrad> {
+  static constexpr const char* kTarget = "ep_dgrad";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {N, A}, &Step::left),
-                 Arg<Token>("matrices", {G, B, A}, &Step::right), kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::out));
+      std::tuple(Arg<Token>("cotangents", {N, A}, &Step::a),
+                 Arg<Token>("matrices", {G, B, A}, &Step::b), kGroupSizes);
+  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::d));
   static constexpr auto kAttributes = std::tuple();
 };
 
 struct GateUpCall : MatmulCall<MatmulKind::kGateUp> {
   static constexpr const char* kTarget = "ep_gate_up";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {N, A}, &Step::left),
-                 Arg<Token>("matrices", {G, A, 2, B}, &Step::right), kGroupSizes);
-  static constexpr auto kResults = std::tuple(
-      Ret<Token>("h", {N, B}, &Step::out), Ret<Token>("both", {N, 2, B}, &Step::both).When(kKeep));
+      std::tuple(Arg<Token>("rows", {N, A}, &Step::a),
+                 Arg<Token>("matrices", {G, A, 2, B}, &Step::b), kGroupSizes);
+  static constexpr auto kResults =
+      std::tuple(Ret<Token>("h", {N, B}, &Step::d),
+                 Ret<Token>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows).When(kKeep));
   static constexpr auto kAttributes = std::tuple(kKeep);
 };
 
-struct DownBackCall : MatmulCall<MatmulKind::kDownBack> {
-  static constexpr const char* kTarget = "ep_down_back";
-  static constexpr auto kOperands =
-      std::tuple(Arg<Token>("cotangents", {N, A}, &Step::left),
-                 Arg<Token>("matrices", {G, B, A}, &Step::right),
-                 Arg<Token>("both", {N, 2, B}, &Step::both), kGroupSizes);
-  static constexpr auto kResults =
-      std::tuple(Ret<Token>("to_both", {N, 2, B}, &Step::to_both).InPlaceOf("both"));
+struct DownDgradCall : MatmulCall<MatmulKind::kDownDgrad> {
+  static constexpr const char* kTarget = "ep_down_dgrad";
+  static constexpr auto kOperands = std::tuple(
+      Arg<Token>("cotangents", {N, A}, &Step::a), Arg<Token>("matrices", {G, B, A}, &Step::b),
+      Arg<Token>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows), kGroupSizes);
+  static constexpr auto kResults = std::tuple(
+      Ret<Token>("to_gate_up_rows", {N, 2, B}, &Step::to_gate_up_rows).InPlaceOf("gate_up_rows"));
   static constexpr auto kAttributes = std::tuple();
 };
 
-struct OuterCall : MatmulCall<MatmulKind::kOuter> {
-  static constexpr const char* kTarget = "ep_outer";
+struct WgradCall : MatmulCall<MatmulKind::kWgrad> {
+  static constexpr const char* kTarget = "ep_wgrad";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("left", {N, A}, &Step::left), Arg<Token>("right", {N, B}, &Step::right),
+      std::tuple(Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("cotangents", {N, B}, &Step::b),
                  kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Output>("out", {G, A, B}, &Step::out));
+  static constexpr auto kResults = std::tuple(Ret<Output>("out", {G, A, B}, &Step::d));
   static constexpr auto kAttributes = std::tuple(kOutDtype);
 };
 
-// ---- Of codes -----------------------------------------------------------------------------------
+// ---- Of fp8 -------------------------------------------------------------------------------------
 
-// The scales of matrices lie in the weights' own order, [.., contracted, .., other], whether the
-// codes are turned or not. Without `turned` the product is with the transposed weights, so it
-// contracts the weights' other dimension.
-struct CodeRowsCall : MatmulCall<MatmulKind::kCodeRows> {
-  static constexpr const char* kTarget = "ep_code_rows";
-  static constexpr auto kOperands = std::tuple(
-      Arg<Code>("rows", {N, A}, &Step::left), Arg<F32>("row_scales", {N, X}, &Step::left_scales),
-      Arg<Code>("matrices", {G, B, A}, &Step::right),
-      Arg<F32>("matrix_scales", {G, Y, X}, &Step::right_scales).If(kTurned, {G, X, Y}),
-      kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Output>("out", {N, B}, &Step::out));
-  static constexpr auto kAttributes = std::tuple(kTurned, kOutDtype);
+// The kernels contract the last dimension of the matrices, so fprop gets the weights transposed,
+// and dgrad as they are. Scales always lie in the order of the weights.
+template <bool kFprop>
+struct Fp8MatmulCall : MatmulCall<MatmulKind::kFp8Matmul> {
+  static constexpr auto kScales = Arg<F32>(
+      "matrix_scales", kFprop ? Shape{Dim::G, Dim::X, Dim::Y} : Shape{Dim::G, Dim::Y, Dim::X},
+      &Step::b_scales);
+  static constexpr auto kResults = std::tuple(Ret<Output>("out", {Dim::N, Dim::B}, &Step::d));
+  static constexpr auto kAttributes = std::tuple(kOutDtype);
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
-    step.SetRowsScales(turned);
+    step.SetScales(kFprop);
   }
 };
 
-struct CodeGateUpCall : MatmulCall<MatmulKind::kCodeGateUp> {
-  static constexpr const char* kTarget = "ep_code_gate_up";
+struct Fp8FpropCall : Fp8MatmulCall<true> {
+  static constexpr const char* kTarget = "ep_fp8_fprop";
   static constexpr auto kOperands = std::tuple(
-      Arg<Code>("rows", {N, A}, &Step::left), Arg<F32>("row_scales", {N, X}, &Step::left_scales),
-      Arg<Code>("matrices", {G, 2, B, A}, &Step::right),
-      Arg<F32>("matrix_scales", {G, X, 2, Y}, &Step::right_scales), kGroupSizes);
-  static constexpr auto kResults = std::tuple(
-      Ret<Code>("h", {N, B}, &Step::out), Ret<F32>("h_scales", {N, Y}, &Step::out_scales),
-      Ret<Output>("both", {N, 2, B}, &Step::both).When(kKeep));
+      Arg<Code>("rows", {N, A}, &Step::a), Arg<F32>("row_scales", {N, X}, &Step::a_scales),
+      Arg<Code>("matrices", {G, B, A}, &Step::b), kScales, kGroupSizes);
+};
+
+struct Fp8DgradCall : Fp8MatmulCall<false> {
+  static constexpr const char* kTarget = "ep_fp8_dgrad";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Code>("cotangents", {N, A}, &Step::a),
+                 Arg<F32>("cotangent_scales", {N, X}, &Step::a_scales),
+                 Arg<Code>("matrices", {G, B, A}, &Step::b), kScales, kGroupSizes);
+};
+
+struct Fp8GateUpCall : MatmulCall<MatmulKind::kFp8GateUp> {
+  static constexpr const char* kTarget = "ep_fp8_gate_up";
+  static constexpr auto kOperands = std::tuple(
+      Arg<Code>("rows", {N, A}, &Step::a), Arg<F32>("row_scales", {N, X}, &Step::a_scales),
+      Arg<Code>("matrices", {G, 2, B, A}, &Step::b),
+      Arg<F32>("matrix_scales", {G, X, 2, Y}, &Step::b_scales), kGroupSizes);
+  static constexpr auto kResults =
+      std::tuple(Ret<Code>("h", {N, B}, &Step::d), Ret<F32>("h_scales", {N, Y}, &Step::d_scales),
+                 Ret<Output>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows).When(kKeep));
   static constexpr auto kAttributes = std::tuple(kKeep, kOutDtype);
 
   void Size(Checker& check) {
@@ -157,31 +169,30 @@ struct CodeGateUpCall : MatmulCall<MatmulKind::kCodeGateUp> {
   }
 };
 
-struct CodeDownBackCall : MatmulCall<MatmulKind::kCodeDownBack> {
-  static constexpr const char* kTarget = "ep_code_down_back";
+struct Fp8DownDgradCall : MatmulCall<MatmulKind::kFp8DownDgrad> {
+  static constexpr const char* kTarget = "ep_fp8_down_dgrad";
   static constexpr auto kOperands =
-      std::tuple(Arg<Code>("cotangents", {N, A}, &Step::left),
-                 Arg<F32>("cotangent_scales", {N, X}, &Step::left_scales),
-                 Arg<Code>("matrices", {G, B, A}, &Step::right),
-                 Arg<F32>("matrix_scales", {G, Y, X}, &Step::right_scales),
-                 Arg<Output>("both", {N, 2, B}, &Step::both), kGroupSizes);
-  static constexpr auto kResults =
-      std::tuple(Ret<Code>("codes", {N, 2, B}, &Step::out),
-                 Ret<F32>("code_scales", {N, 2, Y}, &Step::out_scales),
-                 Ret<Output>("to_both", {N, 2, B}, &Step::to_both).InPlaceOf("both"));
+      std::tuple(Arg<Code>("cotangents", {N, A}, &Step::a),
+                 Arg<F32>("cotangent_scales", {N, X}, &Step::a_scales),
+                 Arg<Code>("matrices", {G, B, A}, &Step::b),
+                 Arg<F32>("matrix_scales", {G, Y, X}, &Step::b_scales),
+                 Arg<Output>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows), kGroupSizes);
+  static constexpr auto kResults = std::tuple(
+      Ret<Code>("codes", {N, 2, B}, &Step::d), Ret<F32>("scales", {N, 2, Y}, &Step::d_scales),
+      Ret<Output>("to_gate_up_rows", {N, 2, B}, &Step::to_gate_up_rows).InPlaceOf("gate_up_rows"));
   static constexpr auto kAttributes = std::tuple(kOutDtype);
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
-    step.SetRowsScales(false);
+    step.SetScales(false);
   }
 };
 
-// ---- Both products of experts -------------------------------------------------------------------
+// ---- Both matmuls of experts --------------------------------------------------------------------
 
 // A is H and B is F.
 template <MatmulKind kFirst>
-struct BothCall : Call<ExpertsStep> {
+struct BothMatmulsCall : Call<ExpertsStep> {
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);
     RequireMultiple(check, *this, ColumnsAlign(kFirst));
@@ -189,13 +200,13 @@ struct BothCall : Call<ExpertsStep> {
     sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
   }
   void Size(Checker& check) {
-    step.codes = OfCodes(kFirst);
-    step.rows = sizes[Dim::N];
+    step.fp8 = IsFp8(kFirst);
+    step.m = sizes[Dim::N];
     step.groups = sizes[Dim::G];
     step.hidden = sizes[Dim::A];
     step.inner = sizes[Dim::B];
     const bool is_float = step.out_element == ElementType::kFloat32;
-    if (step.codes) {
+    if (step.fp8) {
       step.element = is_float ? ElementType::kBFloat16 : step.out_element;
     } else {
       check.Require(step.element != ElementType::kFloat32, "operands must have 16 bits");
@@ -203,20 +214,20 @@ struct BothCall : Call<ExpertsStep> {
   }
 };
 
-struct ExpertsCall : BothCall<MatmulKind::kGateUp> {
+struct ExpertsCall : BothMatmulsCall<MatmulKind::kGateUp> {
   static constexpr const char* kTarget = "ep_experts";
   static constexpr auto kOperands = std::tuple(
-      Arg<Token>("rows", {N, A}, &Step::left), Arg<Token>("gate_up", {G, A, 2, B}, &Step::gate_up),
+      Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("gate_up", {G, A, 2, B}, &Step::gate_up),
       Arg<Token>("down", {G, B, A}, &Step::down), Arg<I32>("group_sizes", {G}, &Step::sizes));
   static constexpr auto kResults =
-      std::tuple(Ret<Token>("h", {N, B}, &Step::h), Ret<Token>("out", {N, A}, &Step::out));
+      std::tuple(Ret<Token>("h", {N, B}, &Step::h), Ret<Token>("out", {N, A}, &Step::d));
   static constexpr auto kAttributes = std::tuple();
 };
 
-struct CodeExpertsCall : BothCall<MatmulKind::kCodeGateUp> {
-  static constexpr const char* kTarget = "ep_code_experts";
+struct Fp8ExpertsCall : BothMatmulsCall<MatmulKind::kFp8GateUp> {
+  static constexpr const char* kTarget = "ep_fp8_experts";
   static constexpr auto kOperands = std::tuple(
-      Arg<Code>("rows", {N, A}, &Step::left), Arg<F32>("row_scales", {N, X}, &Step::left_scales),
+      Arg<Code>("rows", {N, A}, &Step::a), Arg<F32>("row_scales", {N, X}, &Step::a_scales),
       Arg<Code>("gate_up", {G, 2, B, A}, &Step::gate_up),
       Arg<F32>("gate_up_scales", {G, X, 2, Y}, &Step::gate_up_scales),
       Arg<Code>("down", {G, A, B}, &Step::down),
@@ -224,48 +235,47 @@ struct CodeExpertsCall : BothCall<MatmulKind::kCodeGateUp> {
       Arg<I32>("group_sizes", {G}, &Step::sizes));
   static constexpr auto kResults =
       std::tuple(Ret<Code>("h", {N, B}, &Step::h), Ret<F32>("h_scales", {N, Y}, &Step::h_scales),
-                 Ret<Output>("out", {N, A}, &Step::out));
+                 Ret<Output>("out", {N, A}, &Step::d));
   static constexpr auto kAttributes = std::tuple(kOutDtype);
 };
 
-// ---- Of four bits -------------------------------------------------------------------------------
+// ---- Of mxfp4 -----------------------------------------------------------------------------------
 
 // Rows are bfloat16, and `scaled` says whether they have scales. With two sides, gate and up,
 // SwiGLU is applied.
 template <int64_t kSides>
-struct FourBitCall : Call<FourBitStep> {
+struct Mxfp4Call : Call<Mxfp4Step> {
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &FourBitStep::left),
-                 Arg<F32>("row_scales", {Dim::N, Dim::X}, &FourBitStep::left_scales).When(kScaled),
-                 Arg<U8>("tiles", {Dim::G, Dim::Y, Dim::Z, kFourBitAtomBytes}, &FourBitStep::right),
-                 Arg<I32>("group_sizes", {Dim::G}, &FourBitStep::sizes));
-  static constexpr auto kResults =
-      std::tuple(Ret<Output>("out", {Dim::N, Dim::B}, &FourBitStep::out));
+      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &Mxfp4Step::a),
+                 Arg<F32>("row_scales", {Dim::N, Dim::X}, &Mxfp4Step::a_scales).When(kScaled),
+                 Arg<U8>("tiles", {Dim::G, Dim::Y, Dim::Z, kMxfp4AtomBytes}, &Mxfp4Step::b),
+                 Arg<I32>("group_sizes", {Dim::G}, &Mxfp4Step::sizes));
+  static constexpr auto kResults = std::tuple(Ret<Output>("out", {Dim::N, Dim::B}, &Mxfp4Step::d));
   static constexpr auto kAttributes = std::tuple(kScaled, kOutDtype);
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);
-    RequireMultiple(check, *this, kFourBitColumns / kSides);
-    check.Require(sizes[Dim::A] % kFourBitAlign == 0, "A must be a multiple of 128");
+    RequireMultiple(check, *this, kMxfp4BlockN / kSides);
+    check.Require(sizes[Dim::A] % kMxfp4Align == 0, "A must be a multiple of 128");
     sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
-    sizes.Set(Dim::Y, sizes[Dim::B] * kSides / kFourBitColumns);
-    sizes.Set(Dim::Z, sizes[Dim::A] / kFourBitSteps);
+    sizes.Set(Dim::Y, sizes[Dim::B] * kSides / kMxfp4BlockN);
+    sizes.Set(Dim::Z, sizes[Dim::A] / kMxfp4AtomK);
   }
   void Size(Checker& check) {
     step.gate_up = kSides == 2;
-    step.rows = sizes[Dim::N];
+    step.m = sizes[Dim::N];
     step.groups = sizes[Dim::G];
-    step.left_columns = sizes[Dim::A];
-    step.columns = sizes[Dim::B];
+    step.k = sizes[Dim::A];
+    step.n = sizes[Dim::B];
     check.Require(element == ElementType::kBFloat16, "rows must be bfloat16");
     check.Require(step.out_element != ElementType::kFloat16, "out must be bfloat16 or float32");
   }
 };
-struct FourBitRowsCall : FourBitCall<1> {
-  static constexpr const char* kTarget = "ep_four_bit_rows";
+struct Mxfp4FpropCall : Mxfp4Call<1> {
+  static constexpr const char* kTarget = "ep_mxfp4_fprop";
 };
-struct FourBitGateUpCall : FourBitCall<2> {
-  static constexpr const char* kTarget = "ep_four_bit_gate_up";
+struct Mxfp4GateUpCall : Mxfp4Call<2> {
+  static constexpr const char* kTarget = "ep_mxfp4_gate_up";
 };
 
 // ---- Their weights ------------------------------------------------------------------------------
@@ -277,8 +287,8 @@ struct QuantizeMatricesCall : Call<QuantizeMatricesStep> {
   static constexpr auto kResults =
       std::tuple(Ret<Code>("codes", {G, A, Z, B}, &Step::codes),
                  Ret<F32>("scales", {G, X, Z, Y}, &Step::scales),
-                 Ret<Code>("turned", {G, Z, B, A}, &Step::turned).When(kTurned));
-  static constexpr auto kAttributes = std::tuple(kTurned);
+                 Ret<Code>("transposed", {G, Z, B, A}, &Step::transposed).When(kTransposed));
+  static constexpr auto kAttributes = std::tuple(kTransposed);
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, false);

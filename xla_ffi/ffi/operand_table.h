@@ -31,8 +31,8 @@ namespace jax_ep::ffi_layer {
 // The letters of docs/api/index.md, and: P columns of a payload, S scales of a row, W words of a
 // region, V tiles of scales and C their column words, A lines of B scales where there are no tiles,
 // I input scales, E experts. In matmuls A is the contracted dimension and B the other one of a
-// matrix, X and Y are their blocks of 128, and Z is the sides of a matrix; with matrices of four
-// bits Y are tiles of columns and Z the steps of 32 along A. kOne is no dimension.
+// matrix, X and Y are their blocks of 128, and Z is the sides of a matrix; with matrices in mxfp4
+// Y are tiles of columns and Z the blocks of 32 along A. kOne is no dimension.
 enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I, X, Y, Z, E };
 inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P", "S", "W",
                                             "V", "C", "A", "B", "I", "X", "Y", "Z", "E"};
@@ -86,10 +86,10 @@ struct CallState {
   int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
   bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
   bool with_residual = false, by_entry = false, with_entry_weights = false, with_shared = false;
-  bool coded = false;   // tokens come as codes and scales
-  bool scaled = false;  // rows have scales
-  bool keep = false;    // gate and up are a result
-  bool turned = false;  // matrices of codes have the contracted dimension last, unlike their scales
+  bool coded = false;       // tokens come as codes and scales
+  bool scaled = false;      // rows have scales
+  bool keep = false;        // gate and up are a result
+  bool transposed = false;  // the transposed codes of matrices are a result
   std::string_view format, scale_layout = "rows", combine_dtype, out_dtype;
   // Of a router.
   bool with_bias = false;
@@ -176,7 +176,7 @@ inline constexpr auto kWithShared = Attr("with_shared", &CallState::with_shared)
 inline constexpr auto kCoded = Attr("coded", &CallState::coded);
 inline constexpr auto kScaled = Attr("scaled", &CallState::scaled);
 inline constexpr auto kKeep = Attr("keep", &CallState::keep);
-inline constexpr auto kTurned = Attr("turned", &CallState::turned);
+inline constexpr auto kTransposed = Attr("transposed", &CallState::transposed);
 inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
 

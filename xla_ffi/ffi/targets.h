@@ -31,9 +31,9 @@ using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
 using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRowsCall>;
 using RouterCalls = CallList<RouterCall>;
 using MatmulCalls =
-    CallList<RowsCall, RowsTransposedCall, GateUpCall, DownBackCall, OuterCall, CodeRowsCall,
-             CodeGateUpCall, CodeDownBackCall, ExpertsCall, CodeExpertsCall, FourBitRowsCall,
-             FourBitGateUpCall, QuantizeMatricesCall>;
+    CallList<FpropCall, DgradCall, GateUpCall, DownDgradCall, WgradCall, Fp8FpropCall, Fp8DgradCall,
+             Fp8GateUpCall, Fp8DownDgradCall, ExpertsCall, Fp8ExpertsCall, Mxfp4FpropCall,
+             Mxfp4GateUpCall, QuantizeMatricesCall>;
 
 // Calls `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

@@ -28,106 +28,108 @@ struct Product {
 
 inline constexpr Product kProducts[] = {
     {"gate_up", MatmulKind::kGateUp, true},
-    {"down", MatmulKind::kRows, false},
-    {"down back", MatmulKind::kDownBack, false},
-    {"gate_up to rows", MatmulKind::kRowsTransposed, true},
-    {"gate_up to matrices", MatmulKind::kOuter, true},
-    {"down to matrices", MatmulKind::kOuter, false},
-    {"down to matrices, float32", MatmulKind::kOuter, false, true},
-    {"fp8 gate_up", MatmulKind::kCodeGateUp, true},
-    {"fp8 down", MatmulKind::kCodeRows, false},
-    {"fp8 down back", MatmulKind::kCodeDownBack, false},
-    {"fp8 gate_up to rows", MatmulKind::kCodeRows, true},
+    {"down", MatmulKind::kFprop, false},
+    {"down back", MatmulKind::kDownDgrad, false},
+    {"gate_up to rows", MatmulKind::kDgrad, true},
+    {"gate_up to matrices", MatmulKind::kWgrad, true},
+    {"down to matrices", MatmulKind::kWgrad, false},
+    {"down to matrices, float32", MatmulKind::kWgrad, false, true},
+    {"fp8 gate_up", MatmulKind::kFp8GateUp, true},
+    {"fp8 down", MatmulKind::kFp8Matmul, false},
+    {"fp8 down back", MatmulKind::kFp8DownDgrad, false},
+    {"fp8 gate_up to rows", MatmulKind::kFp8Matmul, true},
 };
 
 inline bool HasSides(MatmulKind kind) {
-  return kind == MatmulKind::kGateUp || kind == MatmulKind::kCodeGateUp;
+  return kind == MatmulKind::kGateUp || kind == MatmulKind::kFp8GateUp;
 }
 // Whether `out_element` is used.
-__host__ __device__ inline bool ChoosesOut(MatmulKind kind) {
-  return kind == MatmulKind::kOuter || kind == MatmulKind::kCodeRows;
+__host__ __device__ inline bool ChoosesD(MatmulKind kind) {
+  return kind == MatmulKind::kWgrad || kind == MatmulKind::kFp8Matmul;
 }
-inline bool GoesBack(MatmulKind kind) {
-  return kind == MatmulKind::kDownBack || kind == MatmulKind::kCodeDownBack;
+inline bool IsDownDgrad(MatmulKind kind) {
+  return kind == MatmulKind::kDownDgrad || kind == MatmulKind::kFp8DownDgrad;
 }
 
 // A product's operands and results on the GPU.
 class Made {
  public:
-  // Of `rows` rows the first `held` are in groups and random; those after them are NaN.
+  // Of `rows` rows the first `grouped_rows` are in groups and random; those after them are NaN.
   Made(const Product& product, ElementType element, int hidden, int inner, int rows,
-       const std::vector<int32_t>& sizes, int held, uint64_t seed)
-      : product_(product), codes_(OfCodes(product.kind)), sizes_(sizes) {
+       const std::vector<int32_t>& sizes, int grouped_rows, uint64_t seed)
+      : product_(product), fp8_(IsFp8(product.kind)), sizes_(sizes) {
     const MatmulKind kind = product.kind;
-    const bool outer = kind == MatmulKind::kOuter;
-    const bool forward = HasSides(kind) || kind == MatmulKind::kRows ||
-                         (kind == MatmulKind::kCodeRows && !product.of_gate_up);
+    const bool wgrad = kind == MatmulKind::kWgrad;
+    const bool forward = HasSides(kind) || kind == MatmulKind::kFprop ||
+                         (kind == MatmulKind::kFp8Matmul && !product.of_gate_up);
     const int64_t gate_up_columns = HasSides(kind) ? inner : 2 * inner;
     const int64_t from = product.of_gate_up ? hidden : inner;
     const int64_t to = product.of_gate_up ? gate_up_columns : hidden;
     step.kind = kind;
     step.element = element;
-    if (ChoosesOut(kind)) {
+    if (ChoosesD(kind)) {
       step.out_element = product.float32 ? ElementType::kFloat32 : element;
     }
-    step.rows = rows;
+    step.m = rows;
     step.groups = static_cast<int64_t>(sizes.size());
-    step.left_columns = outer || forward ? from : to;
-    step.columns = outer || forward ? to : from;
+    step.k = wgrad || forward ? from : to;
+    step.n = wgrad || forward ? to : from;
     const int64_t sides = HasSides(kind) ? 2 : 1;
-    const int64_t k = step.left_columns, b = step.columns, n = step.rows, l = step.groups;
-    left_ = Random(n * k, held * k, seed);
-    right_ = outer ? Random(n * b, held * b, seed + 1) : Random(l * k * b * sides, -1, seed + 1);
-    if (codes_) {
-      left_scales_ = Scales(n * (k / 128), seed + 2);
-      right_scales_ = Scales(l * (k / 128) * sides * (b / 128), seed + 3);
+    const int64_t k = step.k, n = step.n, m = step.m, l = step.groups;
+    a_ = Random(m * k, grouped_rows * k, seed);
+    b_ =
+        wgrad ? Random(m * n, grouped_rows * n, seed + 1) : Random(l * k * n * sides, -1, seed + 1);
+    if (fp8_) {
+      a_scales_ = Scales(m * (k / 128), seed + 2);
+      b_scales_ = Scales(l * (k / 128) * sides * (n / 128), seed + 3);
     }
-    const int64_t results = outer ? l * k * b : n * b * (GoesBack(kind) ? 2 : 1);
-    out_bytes = static_cast<uint64_t>(results) * (codes_ && kind != MatmulKind::kCodeRows ? 1
-                                                  : product.float32                       ? 4
-                                                                                          : 2);
-    out_ = Bytes(out_bytes);
-    if (HasSides(kind) || GoesBack(kind)) {
-      codes_ = false;  // `both_` has no codes
-      both_ = GoesBack(kind) ? Random(n * 2 * b, held * 2 * b, seed + 4) : Bytes(n * 2 * b * 2);
-      if (GoesBack(kind)) to_both_ = Bytes(static_cast<uint64_t>(n) * 2 * b * 2);
-      codes_ = OfCodes(kind);
+    const int64_t results = wgrad ? l * k * n : m * n * (IsDownDgrad(kind) ? 2 : 1);
+    d_bytes = static_cast<uint64_t>(results) * (fp8_ && kind != MatmulKind::kFp8Matmul ? 1
+                                                : product.float32                      ? 4
+                                                                                       : 2);
+    d_ = Bytes(d_bytes);
+    if (HasSides(kind) || IsDownDgrad(kind)) {
+      fp8_ = false;  // `gate_up_rows_` has 16 bits
+      gate_up_rows_ = IsDownDgrad(kind) ? Random(m * 2 * n, grouped_rows * 2 * n, seed + 4)
+                                        : Bytes(m * 2 * n * 2);
+      if (IsDownDgrad(kind)) to_gate_up_rows_ = Bytes(static_cast<uint64_t>(m) * 2 * n * 2);
+      fp8_ = IsFp8(kind);
     }
-    if (codes_ && kind != MatmulKind::kCodeRows) out_scales_ = Bytes(results / 128 * 4);
+    if (fp8_ && kind != MatmulKind::kFp8Matmul) d_scales_ = Bytes(results / 128 * 4);
     step.sizes = sizes_.get();
-    step.left = left_->get();
-    step.right = right_->get();
-    step.out = out_->get();
-    step.both = both_ ? both_->get() : nullptr;
-    step.to_both = to_both_ ? to_both_->get() : nullptr;
-    step.left_scales = Floats(left_scales_);
-    step.right_scales = Floats(right_scales_);
-    step.out_scales = Floats(out_scales_);
+    step.a = a_->get();
+    step.b = b_->get();
+    step.d = d_->get();
+    step.gate_up_rows = gate_up_rows_ ? gate_up_rows_->get() : nullptr;
+    step.to_gate_up_rows = to_gate_up_rows_ ? to_gate_up_rows_->get() : nullptr;
+    step.a_scales = Floats(a_scales_);
+    step.b_scales = Floats(b_scales_);
+    step.d_scales = Floats(d_scales_);
     // Canonical weights: [L, H / 128, 2, F / 128] and [L, F / 128, H / 128].
-    step.scales_per_group = (k / 128) * sides * (b / 128);
-    step.scales_per_k = forward ? sides * (b / 128) : 1;
-    step.scales_per_side = b / 128;
-    step.scales_per_b = forward ? 1 : k / 128;
+    step.scales_per_group = (k / 128) * sides * (n / 128);
+    step.scales_per_k = forward ? sides * (n / 128) : 1;
+    step.scales_per_side = n / 128;
+    step.scales_per_n = forward ? 1 : k / 128;
     // Operands were filled on the default stream, which the stream of a Timer does not wait for.
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
   void Poison(cudaStream_t stream) {
-    for (const Part* part : {&out_, &to_both_, &out_scales_}) {
+    for (const Part* part : {&d_, &to_gate_up_rows_, &d_scales_}) {
       if (*part) CHECK_CUDA(cudaMemsetAsync((*part)->get(), 0xFF, (*part)->size(), stream));
     }
     if (HasSides(step.kind)) {
-      CHECK_CUDA(cudaMemsetAsync(both_->get(), 0xFF, both_->size(), stream));
+      CHECK_CUDA(cudaMemsetAsync(gate_up_rows_->get(), 0xFF, gate_up_rows_->size(), stream));
     }
   }
 
-  double operations(int64_t held) const {
-    return 2.0 * static_cast<double>(held) * static_cast<double>(step.left_columns) *
-           static_cast<double>(step.columns) * (HasSides(step.kind) ? 2 : 1);
+  double operations(int64_t grouped_rows) const {
+    return 2.0 * static_cast<double>(grouped_rows) * static_cast<double>(step.k) *
+           static_cast<double>(step.n) * (HasSides(step.kind) ? 2 : 1);
   }
 
   MatmulStep step{};
-  uint64_t out_bytes = 0;
+  uint64_t d_bytes = 0;
 
  private:
   using Part = std::unique_ptr<Memory<uint8_t>>;
@@ -136,8 +138,8 @@ class Made {
     return part ? reinterpret_cast<float*>(part->get()) : nullptr;
   }
   static Part Bytes(uint64_t count) { return std::make_unique<Memory<uint8_t>>(count); }
-  // `count` random elements; NaN from `held` on, unless it is negative.
-  Part Random(int64_t count, int64_t held, uint64_t seed);
+  // `count` random elements; NaN from `grouped_rows` on, unless it is negative.
+  Part Random(int64_t count, int64_t grouped_rows, uint64_t seed);
   static Part Scales(int64_t count, uint64_t seed) {
     Part made = Bytes(static_cast<uint64_t>(count) * 4);
     FillScales<<<1024, 256>>>(reinterpret_cast<float*>(made->get()), static_cast<uint64_t>(count),
@@ -147,9 +149,9 @@ class Made {
   }
 
   Product product_;
-  bool codes_;
+  bool fp8_;
   Memory<int32_t> sizes_;
-  Part left_, right_, left_scales_, right_scales_, out_, both_, to_both_, out_scales_;
+  Part a_, b_, a_scales_, b_scales_, d_, gate_up_rows_, to_gate_up_rows_, d_scales_;
 };
 
 static __global__ void FillHalves(__half* to, uint64_t count, uint64_t seed) {
@@ -159,11 +161,11 @@ static __global__ void FillHalves(__half* to, uint64_t count, uint64_t seed) {
   }
 }
 
-inline Made::Part Made::Random(int64_t count, int64_t held, uint64_t seed) {
+inline Made::Part Made::Random(int64_t count, int64_t grouped_rows, uint64_t seed) {
   const uint64_t elements = static_cast<uint64_t>(count);
-  const uint64_t bytes = codes_ ? 1 : 2;
+  const uint64_t bytes = fp8_ ? 1 : 2;
   Part made = Bytes(elements * bytes);
-  if (codes_) {
+  if (fp8_) {
     FillCodes<<<1024, 256>>>(made->get(), elements, seed);
   } else if (step.element == ElementType::kFloat16) {
     FillHalves<<<1024, 256>>>(reinterpret_cast<__half*>(made->get()), elements, seed);
@@ -171,9 +173,9 @@ inline Made::Part Made::Random(int64_t count, int64_t held, uint64_t seed) {
     FillNormal<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(made->get()), elements, seed);
   }
   CHECK_CUDA(cudaGetLastError());
-  if (held >= 0 && held < count) {
-    CHECK_CUDA(cudaMemset(made->get() + static_cast<uint64_t>(held) * bytes, 0xFF,
-                          (elements - static_cast<uint64_t>(held)) * bytes));
+  if (grouped_rows >= 0 && grouped_rows < count) {
+    CHECK_CUDA(cudaMemset(made->get() + static_cast<uint64_t>(grouped_rows) * bytes, 0xFF,
+                          (elements - static_cast<uint64_t>(grouped_rows)) * bytes));
   }
   return made;
 }
@@ -182,10 +184,10 @@ inline Made::Part Made::Random(int64_t count, int64_t held, uint64_t seed) {
 
 struct Sample {
   int32_t group;
-  int32_t row;     // of N rows; for kOuter of the group's matrix
+  int32_t row;     // of M; for kWgrad of the group's matrix
   int32_t column;  // within a side
   int32_t side;
-  bool both;  // in `both` or `to_both`, not in `out`
+  bool of_gate_up_rows;  // in `gate_up_rows` or `to_gate_up_rows`, not in D
   double wanted;
   double found;
 };
@@ -201,23 +203,23 @@ struct Reader {
   __device__ double Code(const void* from, int64_t index) const {
     return E4M3::Decode(static_cast<const uint8_t*>(from)[index]);
   }
-  __device__ double Left(int64_t row, int64_t k) const {
-    const int64_t at = row * step.left_columns + k;
-    if (!OfCodes(step.kind)) return Element(step.left, at);
-    return Code(step.left, at) * step.left_scales[row * (step.left_columns / 128) + k / 128];
+  __device__ double A(int64_t row, int64_t k) const {
+    const int64_t at = row * step.k + k;
+    if (!IsFp8(step.kind)) return Element(step.a, at);
+    return Code(step.a, at) * step.a_scales[row * (step.k / 128) + k / 128];
   }
-  __device__ double Right(int64_t group, int64_t k, int64_t side, int64_t b) const {
+  __device__ double B(int64_t group, int64_t k, int64_t side, int64_t n) const {
     const int64_t sides =
-        step.kind == MatmulKind::kGateUp || step.kind == MatmulKind::kCodeGateUp ? 2 : 1;
-    const int64_t along = ((group * sides + side) * step.columns + b) * step.left_columns + k;
-    const int64_t across = ((group * step.left_columns + k) * sides + side) * step.columns + b;
-    if (OfCodes(step.kind)) {
-      return Code(step.right, along) *
-             step.right_scales[group * step.scales_per_group + k / 128 * step.scales_per_k +
-                               side * step.scales_per_side + b / 128 * step.scales_per_b];
+        step.kind == MatmulKind::kGateUp || step.kind == MatmulKind::kFp8GateUp ? 2 : 1;
+    const int64_t k_major = ((group * sides + side) * step.n + n) * step.k + k;
+    const int64_t mn_major = ((group * step.k + k) * sides + side) * step.n + n;
+    if (IsFp8(step.kind)) {
+      return Code(step.b, k_major) *
+             step.b_scales[group * step.scales_per_group + k / 128 * step.scales_per_k +
+                           side * step.scales_per_side + n / 128 * step.scales_per_n];
     }
-    const bool is_across = step.kind == MatmulKind::kRows || step.kind == MatmulKind::kGateUp;
-    return Element(step.right, is_across ? across : along);
+    const bool b_is_mn_major = step.kind == MatmulKind::kFprop || step.kind == MatmulKind::kGateUp;
+    return Element(step.b, b_is_mn_major ? mn_major : k_major);
   }
 };
 
@@ -237,62 +239,61 @@ static __global__ void CheckSamples(MatmulStep step, const int32_t* first, Sampl
   if (index >= count) return;
   Sample& sample = samples[index];
   const Reader read{step};
-  const int64_t row = sample.row, column = sample.column, side = sample.side, b = step.columns;
+  const int64_t row = sample.row, column = sample.column, side = sample.side, n = step.n;
   double sums[2] = {0, 0};
-  if (step.kind == MatmulKind::kOuter) {
-    for (int64_t n = first[sample.group] + lane; n < first[sample.group + 1]; n += warpSize) {
-      sums[0] += read.Element(step.left, n * step.left_columns + row) *
-                 read.Element(step.right, n * b + column);
+  if (step.kind == MatmulKind::kWgrad) {
+    for (int64_t m = first[sample.group] + lane; m < first[sample.group + 1]; m += warpSize) {
+      sums[0] += read.Element(step.a, m * step.k + row) * read.Element(step.b, m * n + column);
     }
   } else {
-    const bool sides = step.kind == MatmulKind::kGateUp || step.kind == MatmulKind::kCodeGateUp;
-    for (int64_t k = lane; k < step.left_columns; k += warpSize) {
+    const bool sides = step.kind == MatmulKind::kGateUp || step.kind == MatmulKind::kFp8GateUp;
+    for (int64_t k = lane; k < step.k; k += warpSize) {
       for (int s = 0; s <= sides; ++s) {
-        sums[s] += read.Left(row, k) * read.Right(sample.group, k, s, column);
+        sums[s] += read.A(row, k) * read.B(sample.group, k, s, column);
       }
     }
   }
   sums[0] = WarpSum(sums[0]);
   sums[1] = WarpSum(sums[1]);
   if (lane != 0) return;
-  const int64_t in_both = (row * 2 + side) * b + column;
+  const int64_t in_gate_up = (row * 2 + side) * n + column;
   switch (step.kind) {
     case MatmulKind::kGateUp:
-    case MatmulKind::kCodeGateUp: {
+    case MatmulKind::kFp8GateUp: {
       const double h = sums[0] / (1 + exp(-sums[0])) * sums[1];
-      sample.wanted = sample.both ? sums[side] : h;
-      const int64_t at = row * b + column;
-      if (sample.both) {
-        sample.found = read.Element(step.both, in_both);
-      } else if (OfCodes(step.kind)) {
-        sample.found = read.Code(step.out, at) * step.out_scales[row * (b / 128) + column / 128];
+      sample.wanted = sample.of_gate_up_rows ? sums[side] : h;
+      const int64_t at = row * n + column;
+      if (sample.of_gate_up_rows) {
+        sample.found = read.Element(step.gate_up_rows, in_gate_up);
+      } else if (IsFp8(step.kind)) {
+        sample.found = read.Code(step.d, at) * step.d_scales[row * (n / 128) + column / 128];
       } else {
-        sample.found = read.Element(step.out, at);
+        sample.found = read.Element(step.d, at);
       }
       return;
     }
-    case MatmulKind::kDownBack:
-    case MatmulKind::kCodeDownBack: {
-      const double gate = read.Element(step.both, row * 2 * b + column);
-      const double up = read.Element(step.both, row * 2 * b + b + column);
+    case MatmulKind::kDownDgrad:
+    case MatmulKind::kFp8DownDgrad: {
+      const double gate = read.Element(step.gate_up_rows, row * 2 * n + column);
+      const double up = read.Element(step.gate_up_rows, row * 2 * n + n + column);
       const double sigmoid = 1 / (1 + exp(-gate)), silu = gate * sigmoid;
       sample.wanted = sums[0] * (side == 1 ? silu : up * (sigmoid + silu * (1 - sigmoid)));
-      if (OfCodes(step.kind) && !sample.both) {
-        sample.found = read.Code(step.out, in_both) *
-                       step.out_scales[(row * 2 + side) * (b / 128) + column / 128];
+      if (IsFp8(step.kind) && !sample.of_gate_up_rows) {
+        sample.found = read.Code(step.d, in_gate_up) *
+                       step.d_scales[(row * 2 + side) * (n / 128) + column / 128];
       } else {
-        sample.found = read.Element(step.to_both, in_both);
+        sample.found = read.Element(step.to_gate_up_rows, in_gate_up);
       }
       return;
     }
     default: {
-      const int64_t result = step.kind == MatmulKind::kOuter
-                                 ? (sample.group * step.left_columns + row) * b + column
-                                 : row * b + column;
+      const int64_t result = step.kind == MatmulKind::kWgrad
+                                 ? (sample.group * step.k + row) * n + column
+                                 : row * n + column;
       sample.wanted = sums[0];
-      sample.found = ChoosesOut(step.kind) && step.out_element == ElementType::kFloat32
-                         ? static_cast<const float*>(step.out)[result]
-                         : read.Element(step.out, result);
+      sample.found = ChoosesD(step.kind) && step.out_element == ElementType::kFloat32
+                         ? static_cast<const float*>(step.d)[result]
+                         : read.Element(step.d, result);
     }
   }
 }

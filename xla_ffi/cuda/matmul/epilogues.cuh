@@ -1,5 +1,5 @@
 // What happens to a tile's sums. The four warps of a warpgroup call an epilogue with the sums of
-// wgmma [64, kColumns], which have kColumns / kSides columns of each side. A lane's element
+// wgmma [64, kBlockN], which have kBlockN / kSides columns of each side. A lane's element
 // 4 * c + 2 * r + i is column 8 * c + 2 * (lane % 4) + i of row lane / 4 + 8 * r of its warp.
 #pragma once
 
@@ -7,8 +7,8 @@
 #include <type_traits>
 
 #include "cuda/matmul/drain.cuh"
+#include "cuda/matmul/scheduler.cuh"
 #include "cuda/matmul/step.h"
-#include "cuda/matmul/units.cuh"
 #include "formats/e4m3.h"
 #include "formats/fp8_block128.h"
 
@@ -16,28 +16,28 @@ namespace jax_ep::cuda {
 
 // What an epilogue reads of a MatmulStep.
 struct ResultArguments {
-  uint8_t* out;
-  float* out_scales;
-  uint8_t* both;
-  uint8_t* to_both;
-  int32_t columns;    // B
-  int32_t out_sides;  // of each row of `out`
+  uint8_t* d;
+  float* d_scales;
+  uint8_t* gate_up_rows;
+  uint8_t* to_gate_up_rows;
+  int32_t n;
+  int32_t d_sides;  // of each row of D
   ElementType element;
   ElementType out_element;
 };
 
-// The same on the device, with the maps for tensor stores. `both_map` is of `to_both` in kinds that
-// have it, else of `both`.
+// The same on the device, with the maps for tensor stores. `gate_up_rows_map` is of
+// `to_gate_up_rows` in kinds that have it, else of `gate_up_rows`.
 struct Results : ResultArguments {
-  const CUtensorMap* out_map;
-  const CUtensorMap* both_map;
+  const CUtensorMap* d_map;
+  const CUtensorMap* gate_up_rows_map;
 
-  __device__ ResultMatrix Out(int64_t element_bytes) const {
-    return {out, out_map, columns, element_bytes * out_sides * columns};
+  __device__ ResultMatrix D(int64_t element_bytes) const {
+    return {d, d_map, n, element_bytes * d_sides * n};
   }
-  // `matrix`: both or to_both.
-  __device__ ResultMatrix Both(uint8_t* matrix) const {
-    return {matrix, both_map, columns, int64_t{columns} * 4};
+  // `matrix`: gate_up_rows or to_gate_up_rows.
+  __device__ ResultMatrix GateUpRows(uint8_t* matrix) const {
+    return {matrix, gate_up_rows_map, n, int64_t{n} * 4};
   }
 };
 
@@ -83,12 +83,12 @@ struct Swish {
   }
 };
 
-// Stores 128 columns as codes, with one scale for each of the lane's two rows, which lie in the
+// Stores 128 columns in fp8, with one scale for each of the lane's two rows, which lie in the
 // four lanes of a quad. Quantises as formats.quantize does, with the floor of `input_scale`.
 // `values` has 64 elements, 4 * c + 2 * r + i.
-__device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& place,
-                                           const float* values, float input_scale,
-                                           const Results& to, int side) {
+__device__ __forceinline__ void StoreFp8(Drain& drain, const ResultPlace& place,
+                                         const float* values, float input_scale, const Results& to,
+                                         int side) {
   using Format = Fp8Block128Format;
   const uint32_t lane = Lane();
   float of_row[2];
@@ -107,8 +107,8 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
     of_row[r] = Format::ScaleOf(amax, input_scale);
     const int32_t row = static_cast<int32_t>(lane / 4 + 8 * r);
     if (lane % 4 == 0 && row < place.rows) {
-      const int64_t line = (place.row + row) * to.out_sides + side;
-      to.out_scales[line * (to.columns / 128) + place.column / 128] = of_row[r];
+      const int64_t line = (place.row + row) * to.d_sides + side;
+      to.d_scales[line * (to.n / 128) + place.column / 128] = of_row[r];
     }
   }
   // The instruction may keep the sign of a NaN, so the codes of a NaN scale are set here. Masks do
@@ -121,7 +121,7 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
     nans[r] = is_number ? 0 : E4M3::kNan << 8 | E4M3::kNan;
   }
   const DividerBy<2> divided[2] = {DividerBy<2>(of_row[0]), DividerBy<2>(of_row[1])};
-  drain.Store8(place.Of(to.Out(1)), side, place.column, [&](uint32_t c, uint32_t r) {
+  drain.Store8(place.Of(to.D(1)), side, place.column, [&](uint32_t c, uint32_t r) {
     const float low = divided[r](values[4 * c + 2 * r]);
     const float high = divided[r](values[4 * c + 2 * r + 1]);
     return (E4M3::EncodeNumbers(low, high) & kept[r]) | nans[r];
@@ -129,10 +129,10 @@ __device__ __forceinline__ void StoreCodes(Drain& drain, const ResultPlace& plac
 }
 
 // Fills a warp's rows, with all of their columns, with bytes that are a NaN in every type: rows of
-// `out`, or of `to_both` if that is the only result.
+// D, or of `to_gate_up_rows` if that is the only result.
 __device__ __forceinline__ void FillWithNans(const ResultPlace& place, const Results& to,
-                                             int64_t out_bytes) {
-  const ResultMatrix matrix = to.out != nullptr ? to.Out(out_bytes) : to.Both(to.to_both);
+                                             int64_t d_bytes) {
+  const ResultMatrix matrix = to.d != nullptr ? to.D(d_bytes) : to.GateUpRows(to.to_gate_up_rows);
   uint8_t* at = matrix.base + place.row * matrix.row_bytes;
   const int64_t end = Min<int64_t>(place.rows, kWarpRows) * matrix.row_bytes;
   for (int64_t byte = Lane() * 16; byte < end; byte += kWarpSize * 16) {
@@ -156,91 +156,90 @@ __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& row
   }
 }
 
-// Which element type `out` of StoreSums has.
-enum class Out { kElement, kFloat32, kEither };
+// Which element type D of StoreSums has.
+enum class ElementD { kElement, kFloat32, kEither };
 
-// out [N or L * K, B].
-template <Out kOut>
+// D [M or L * K, N].
+template <ElementD kElementD>
 struct StoreSums {
   static constexpr int kSides = 1;
-  static constexpr int kColumns = kTileColumns;
+  static constexpr int kBlockN = kMostBlockN;
 
   template <typename Type>
   __device__ static void Run(const float (&sums)[128], const Results& to, const ResultPlace& place,
                              Drain& drain) {
-    if (kOut == Out::kFloat32 ||
-        (kOut == Out::kEither && to.out_element == ElementType::kFloat32)) {
-      const DrainRows rows = place.Of(to.Out(4));
+    if (kElementD == ElementD::kFloat32 ||
+        (kElementD == ElementD::kEither && to.out_element == ElementType::kFloat32)) {
+      const DrainRows rows = place.Of(to.D(4));
 #pragma unroll
       for (int part = 0; part < 8; ++part) {
         const int32_t column = place.column + part * 32;
-        if (column >= to.columns) break;
+        if (column >= to.n) break;
         drain.Store32(rows, column, [&](uint32_t c, uint32_t r, uint32_t i) {
           return sums[part * 16 + 4 * c + 2 * r + i];
         });
       }
       return;
     }
-    StoreElements<4>(drain, place.Of(to.Out(2)), Type(to.out_element), sums, 0, place.column,
-                     to.columns);
+    StoreElements<4>(drain, place.Of(to.D(2)), Type(to.out_element), sums, 0, place.column, to.n);
   }
 };
 
 // The tile is 128 columns of gate, then the same columns of up.
-template <bool kCodes>
+template <bool kFp8>
 struct SwiGlu {
   static constexpr int kSides = 2;
-  static constexpr int kColumns = kTileColumns;
+  static constexpr int kBlockN = kMostBlockN;
 
   template <typename Type>
   __device__ static void Run(float (&sums)[128], const Results& to, const ResultPlace& place,
                              Drain& drain) {
     const Type type(to.element);
-    if (to.both != nullptr) {
-      const DrainRows rows = place.Of(to.Both(to.both));
-      StoreElements<2>(drain, rows, type, sums, 0, place.column, to.columns);
-      StoreElements<2>(drain, rows, type, sums + 64, 1, place.column, to.columns);
+    if (to.gate_up_rows != nullptr) {
+      const DrainRows rows = place.Of(to.GateUpRows(to.gate_up_rows));
+      StoreElements<2>(drain, rows, type, sums, 0, place.column, to.n);
+      StoreElements<2>(drain, rows, type, sums + 64, 1, place.column, to.n);
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i] = Multiply(Swish(sums[i]).silu, sums[64 + i]);
-    if constexpr (kCodes) {
-      StoreCodes(drain, place, sums, kNoInputScale, to, 0);
+    if constexpr (kFp8) {
+      StoreFp8(drain, place, sums, kNoInputScale, to, 0);
     } else {
-      StoreElements<2>(drain, place.Of(to.Out(2)), type, sums, 0, place.column, to.columns);
+      StoreElements<2>(drain, place.Of(to.D(2)), type, sums, 0, place.column, to.n);
     }
   }
 };
 
 // The sums are cotangents of h. Gate and up are loaded from memory in turns, 64 columns at a time,
-// each a step ahead of its use. No element is read after it was written, so `both` and `to_both`
-// may be one array.
-template <bool kCodes>
-struct SwiGluBack {
+// each a step ahead of its use. No element is read after it was written, so `gate_up_rows` and
+// `to_gate_up_rows` may be one array.
+template <bool kFp8>
+struct SwiGluDgrad {
   static constexpr int kSides = 1;
-  static constexpr int kColumns = kCodes ? 128 : kTileColumns;
+  static constexpr int kBlockN = kFp8 ? 128 : kMostBlockN;
 
   template <typename Type>
-  __device__ static void Run(float (&sums)[kColumns / 2], const Results& to,
+  __device__ static void Run(float (&sums)[kBlockN / 2], const Results& to,
                              const ResultPlace& place, Drain& drain) {
-    if constexpr (kCodes) {
-      RunCodes(Type(to.element), sums, to, place, drain);
+    if constexpr (kFp8) {
+      RunFp8(Type(to.element), sums, to, place, drain);
     } else {
-      RunPlain(Type(to.element), sums, to, place, drain);
+      Run16(Type(to.element), sums, to, place, drain);
     }
   }
 
  private:
   template <typename Type>
-  __device__ static void RunPlain(Type type, float (&sums)[128], const Results& to,
-                                  const ResultPlace& place, Drain& drain) {
-    const DrainRows from = place.Of(to.Both(to.both));
-    const DrainRows rows = place.Of(to.Both(to.to_both));
+  __device__ static void Run16(Type type, float (&sums)[128], const Results& to,
+                               const ResultPlace& place, Drain& drain) {
+    const DrainRows from = place.Of(to.GateUpRows(to.gate_up_rows));
+    const DrainRows rows = place.Of(to.GateUpRows(to.to_gate_up_rows));
     Drain::Lines ahead = drain.Load(from, 0, place.column);
     // Not unrolled: every part uses the same registers, because there are no more.
     JAX_EP_NO_UNROLL
     for (int part = 0; part < 4; ++part) {
       const int32_t column = place.column + part * 64;
-      if (column >= to.columns) break;
+      if (column >= to.n) break;
       uint32_t up_words[16];
       drain.Take();
       drain.Put(ahead);
@@ -254,9 +253,9 @@ struct SwiGluBack {
       drain.Put(ahead);
       if (part < 3) ahead = drain.Load(from, 0, column + 64);
       drain.Store16<true>(rows, 0, column, [&](uint32_t c, uint32_t r) {
-        float* both = sums + 4 * c + 2 * r;
-        BackToGate(type, drain.Word(c, r), both);
-        return RoundTwo(type, both[0], both[1]);
+        float* two = sums + 4 * c + 2 * r;
+        BackToGate(type, drain.Word(c, r), two);
+        return RoundTwo(type, two[0], two[1]);
       });
       drain.Store16(rows, 1, column, [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
 #pragma unroll
@@ -286,20 +285,20 @@ struct SwiGluBack {
     a = b, b = other;
   }
 
-  // Stores 128 columns, as they are and as codes.
+  // Stores 128 columns, as they are and in fp8.
   template <typename Type>
   __device__ static void StoreSide(Type type, int side, const float* values, const Results& to,
                                    const ResultPlace& place, Drain& drain) {
-    StoreElements<2>(drain, place.Of(to.Both(to.to_both)), type, values, side, place.column,
-                     to.columns);
-    StoreCodes(drain, place, values, kOfGradients, to, side);
+    StoreElements<2>(drain, place.Of(to.GateUpRows(to.to_gate_up_rows)), type, values, side,
+                     place.column, to.n);
+    StoreFp8(drain, place, values, kOfGradients, to, side);
   }
 
   // A tile has 128 columns: there are not enough registers for twice as many.
   template <typename Type>
-  __device__ static void RunCodes(Type type, float (&sums)[64], const Results& to,
-                                  const ResultPlace& place, Drain& drain) {
-    const DrainRows from = place.Of(to.Both(to.both));
+  __device__ static void RunFp8(Type type, float (&sums)[64], const Results& to,
+                                const ResultPlace& place, Drain& drain) {
+    const DrainRows from = place.Of(to.GateUpRows(to.gate_up_rows));
     const int32_t column = place.column;
     float to_up[64];
     drain.Take();

@@ -1,7 +1,7 @@
-// How groups with few rows are multiplied, and what happens to the sums. Columns of the matrix are
-// the rows of wgmma's left operand, so a warp has 16 columns of up to 64 rows from each product of
-// a warpgroup. Element 4 * c + 2 * r + i of a lane is row 8 * c + 2 * (lane % 4) + i in column
-// lane / 4 + 8 * r.
+// How groups with few rows are multiplied, and what happens to the sums. Wgmma gets the operands
+// swapped: columns of B are the rows of its first operand, so a warp has 16 columns of up to 64
+// rows from each wgmma of a warpgroup. Element 4 * c + 2 * r + i of a lane is row 8 * c + 2 * (lane
+// % 4) + i in column lane / 4 + 8 * r.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct FewRowsMemory {
   __device__ uint8_t* buffer() const { return OfWarp(warp); }
   // Where a warp's largest magnitudes are, one per row.
   __device__ uint32_t* Largest(uint32_t of_warp) const {
-    return reinterpret_cast<uint32_t*>(OfWarp(of_warp) + kDrainBytes) + turn % 2 * kHalfRows;
+    return reinterpret_cast<uint32_t*>(OfWarp(of_warp) + kDrainBytes) + turn % 2 * kHalfBlockM;
   }
 
  private:
@@ -36,7 +36,7 @@ struct FewRowsMemory {
     return drains + of_warp * kDrains * kDrainBytes;
   }
 };
-static_assert(2 * kHalfRows * sizeof(uint32_t) <= kDrainBytes);
+static_assert(2 * kHalfBlockM * sizeof(uint32_t) <= kDrainBytes);
 
 // Copies lines of kBytes of the warp's buffer to rows of a result.
 template <uint32_t kBytes>
@@ -55,7 +55,7 @@ __device__ __forceinline__ void CopyLines(const FewRowsMemory& memory, uint8_t* 
 // Stores 16 columns of 16-bit elements, but none past `columns`, a multiple of 8.
 template <int kRows, typename Type>
 __device__ __forceinline__ void StoreColumns16(Type type, const float (&sums)[kRows / 2],
-                                               const FewRowsPlace& place, uint8_t* out,
+                                               const FewRowsPlace& place, uint8_t* d,
                                                int32_t columns, const FewRowsMemory& memory) {
   const uint32_t lane = Lane();
 #pragma unroll
@@ -70,31 +70,31 @@ __device__ __forceinline__ void StoreColumns16(Type type, const float (&sums)[kR
     StoreTransposed(memory.buffer() + row * 32 + matrix % 2 * 16, words);
   }
   const int64_t row_bytes = int64_t{columns} * 2;
-  CopyLines<32>(memory, out + place.row * row_bytes + int64_t{place.column} * 2, row_bytes,
+  CopyLines<32>(memory, d + place.row * row_bytes + int64_t{place.column} * 2, row_bytes,
                 place.rows, (columns - place.column) / 8);
 }
 
 // Stores 16 columns of float32. Lanes with the same rows have neighbouring columns.
 template <int kRows>
 __device__ __forceinline__ void StoreColumns32(const float (&sums)[kRows / 2],
-                                               const FewRowsPlace& place, float* out,
+                                               const FewRowsPlace& place, float* d,
                                                int32_t columns) {
 #pragma unroll
   for (int at = 0; at < kRows / 2; ++at) {
     const int32_t row = static_cast<int32_t>(8 * (at / 4) + 2 * (Lane() % 4)) + at % 2;
     const int32_t column = place.column + static_cast<int32_t>(Lane() / 4) + at / 2 % 2 * 8;
     if (row < place.rows && column < columns) {
-      out[(place.row + row) * columns + column] = sums[at];
+      d[(place.row + row) * columns + column] = sums[at];
     }
   }
 }
 
-// Stores 16 of 128 columns as codes. A row's scale is of all 128, which the math warps have
-// together. Quantises as StoreCodes does. Returns without storing if a wait was given up.
+// Stores 16 of 128 columns in fp8. A row's scale is of all 128, which the math warps have
+// together. Quantises as StoreFp8 does. Returns without storing if a wait was given up.
 template <int kRows>
-__device__ __forceinline__ void StoreColumnCodes(const float (&values)[kRows / 2],
-                                                 const FewRowsPlace& place, const Results& to,
-                                                 const FewRowsMemory& memory) {
+__device__ __forceinline__ void StoreColumnsFp8(const float (&values)[kRows / 2],
+                                                const FewRowsPlace& place, const Results& to,
+                                                const FewRowsMemory& memory) {
   using Format = Fp8Block128Format;
   const uint32_t lane = Lane();
 #pragma unroll
@@ -121,22 +121,22 @@ __device__ __forceinline__ void StoreColumnCodes(const float (&values)[kRows / 2
     const uint32_t row = 8 * (of_lane / 2) + 2 * (lane % 4) + of_lane % 2;
     uint32_t amax = 0;
 #pragma unroll
-    for (uint32_t warp = 0; warp < kWarpsOfMath; ++warp) {
+    for (uint32_t warp = 0; warp < kMathWarps; ++warp) {
       amax = max(amax, memory.Largest(warp)[row]);
     }
     const float scale = Format::ScaleOf(amax, kNoInputScale);
     const bool is_number = scale == scale;
     const DividerBy<2> divided(scale);
-    const uint32_t both = E4M3::EncodeNumbers(divided(values[at]), divided(values[at + 2]));
-    const uint32_t codes = is_number ? both : E4M3::kNan << 8 | E4M3::kNan;
+    const uint32_t two = E4M3::EncodeNumbers(divided(values[at]), divided(values[at + 2]));
+    const uint32_t codes = is_number ? two : E4M3::kNan << 8 | E4M3::kNan;
     uint8_t* line = memory.buffer() + row * 16 + lane / 4;
     line[0] = static_cast<uint8_t>(codes);
     line[8] = static_cast<uint8_t>(codes >> 8);
     if (memory.warp == 0 && lane < 4 && static_cast<int32_t>(row) < place.rows) {
-      to.out_scales[(place.row + row) * (to.columns / 128) + place.column / 128] = scale;
+      to.d_scales[(place.row + row) * (to.n / 128) + place.column / 128] = scale;
     }
   }
-  CopyLines<16>(memory, to.out + place.row * to.columns + place.column, to.columns, place.rows, 1);
+  CopyLines<16>(memory, to.d + place.row * to.n + place.column, to.n, place.rows, 1);
 }
 
 // `sums` are of the two boxes of FewRows. `row` is the first of the tile's `rows`.
@@ -149,26 +149,26 @@ struct FewRowsStore {
                                              const FewRowsMemory& memory) {
     const int32_t of_warp = static_cast<int32_t>(memory.warp % 4 * 16);
     const int32_t first = place.column;
-    const typename Traits::Type type(kKind == MatmulKind::kCodeRows ? to.out_element : to.element);
+    const typename Traits::Type type(kKind == MatmulKind::kFp8Matmul ? to.out_element : to.element);
     if constexpr (Traits::kGateUp) {
       place.column = first + static_cast<int32_t>(warpgroup) * 64 + of_warp;
       float (&h)[kRows / 2] = sums[0];
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) h[i] = Multiply(Swish(sums[0][i]).silu, sums[1][i]);
-      if constexpr (Traits::kCodes) {
-        StoreColumnCodes<kRows>(h, place, to, memory);
-      } else if (place.column < to.columns) {
-        StoreColumns16<kRows>(type, h, place, to.out, to.columns, memory);
+      if constexpr (Traits::kFp8) {
+        StoreColumnsFp8<kRows>(h, place, to, memory);
+      } else if (place.column < to.n) {
+        StoreColumns16<kRows>(type, h, place, to.d, to.n, memory);
       }
     } else {
 #pragma unroll
       for (int box = 0; box < 2; ++box) {
         place.column = first + static_cast<int32_t>(warpgroup) * 128 + box * 64 + of_warp;
-        if (place.column >= to.columns) break;
-        if (kKind == MatmulKind::kCodeRows && to.out_element == ElementType::kFloat32) {
-          StoreColumns32<kRows>(sums[box], place, reinterpret_cast<float*>(to.out), to.columns);
+        if (place.column >= to.n) break;
+        if (kKind == MatmulKind::kFp8Matmul && to.out_element == ElementType::kFloat32) {
+          StoreColumns32<kRows>(sums[box], place, reinterpret_cast<float*>(to.d), to.n);
         } else {
-          StoreColumns16<kRows>(type, sums[box], place, to.out, to.columns, memory);
+          StoreColumns16<kRows>(type, sums[box], place, to.d, to.n, memory);
         }
       }
     }
@@ -177,92 +177,92 @@ struct FewRowsStore {
 
 // ---- Few rows -----------------------------------------------------------------------------------
 
-// Both warpgroups multiply all tiles, which have up to 64 rows, with 128 columns each. The box `b`
-// of two is of 64 columns of gate or of up, or of the matrix.
+// Both warpgroups multiply all tiles, which have up to 64 rows, with 128 columns each. Box `i` of
+// two is of 64 columns of gate or of up, or of the matrix.
 template <typename Traits>
 struct FewRows {
   static constexpr int kBoxes = 2;
 
-  __device__ static uint32_t Box(uint32_t warpgroup, uint32_t b) {
-    return Traits::kSides == 2 ? warpgroup + 2 * b : 2 * warpgroup + b;
+  __device__ static uint32_t Box(uint32_t warpgroup, uint32_t i) {
+    return Traits::kSides == 2 ? warpgroup + 2 * i : 2 * warpgroup + i;
   }
   // The first column of a box, within its side and tile.
-  __device__ static int32_t Column(uint32_t warpgroup, uint32_t b) {
-    return static_cast<int32_t>(64 * (Traits::kSides == 2 ? warpgroup : Box(warpgroup, b)));
+  __device__ static int32_t Column(uint32_t warpgroup, uint32_t i) {
+    return static_cast<int32_t>(64 * (Traits::kSides == 2 ? warpgroup : Box(warpgroup, i)));
   }
 
   template <int kRows>
   using Sums = float[kBoxes][kRows / 2];
 
-  // Multiplies one box along one step.
+  // Multiplies one box along one block of K.
   template <int kRows>
   __device__ __forceinline__ static void MultiplyBox(float (&sums)[kRows / 2], const Stages& stages,
                                                      uint32_t box, bool add) {
-    constexpr uint32_t kLeftStep = (Traits::kRightAcross ? 16 * kLineBytes : 32) >> 4;
+    constexpr uint32_t kBStep = (Traits::kBMnMajor ? 16 * kLineBytes : 32) >> 4;
     const uint32_t at = stages.units();
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       WgmmaFewRows<typename Traits::Element, kRows>(
-          sums, stages.template Operand<Traits::kRightAcross>(kLeftBoxes + box, at + i * kLeftStep),
+          sums, stages.template Operand<Traits::kBMnMajor>(kABoxes + box, at + i * kBStep),
           stages.template Operand<false>(0, at + i * 2), add || i > 0);
     }
     WgmmaCommit();
   }
 
   template <int kRows>
-  __device__ __forceinline__ static void Multiply16(Sums<kRows>& sums, int32_t steps,
+  __device__ __forceinline__ static void Multiply16(Sums<kRows>& sums, int32_t k_blocks,
                                                     Stages& stages, uint32_t warpgroup) {
     uint32_t before = 0;
     JAX_EP_NO_UNROLL
-    for (int32_t step = 0; step < steps; ++step) {
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
       stages.Await();
 #pragma unroll
-      for (uint32_t b = 0; b < kBoxes; ++b) {
-        MultiplyBox<kRows>(sums[b], stages, Box(warpgroup, b), step > 0);
+      for (uint32_t i = 0; i < kBoxes; ++i) {
+        MultiplyBox<kRows>(sums[i], stages, Box(warpgroup, i), k_block > 0);
       }
-      // The step before has been read.
+      // The block of K before has been read.
       WgmmaWait<kBoxes>();
-      if (step > 0) stages.Free(before);
+      if (k_block > 0) stages.Release(before);
       before = stages.stage();
       stages.Next();
     }
     WgmmaWait<0>();
 #pragma unroll
     for (auto& of_box : sums) HoldSums(of_box);
-    stages.Free(before);
+    stages.Release(before);
   }
 
   template <int kRows>
-  __device__ __forceinline__ static void MultiplyCoded(Sums<kRows>& sums, int32_t steps,
-                                                       Stages& stages, uint32_t warpgroup) {
+  __device__ __forceinline__ static void MultiplyFp8(Sums<kRows>& sums, int32_t k_blocks,
+                                                     Stages& stages, uint32_t warpgroup) {
 #pragma unroll
     for (auto& of_box : sums) {
 #pragma unroll
       for (float& sum : of_box) sum = 0.0f;
     }
     JAX_EP_NO_UNROLL
-    for (int32_t step = 0; step < steps; ++step) {
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
       stages.Await();
       Sums<kRows> parts;
 #pragma unroll
-      for (uint32_t b = 0; b < kBoxes; ++b) {
-        MultiplyBox<kRows>(parts[b], stages, Box(warpgroup, b), false);
+      for (uint32_t i = 0; i < kBoxes; ++i) {
+        MultiplyBox<kRows>(parts[i], stages, Box(warpgroup, i), false);
       }
       float of_row[kRows / 4];
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i) {
-        of_row[i] = stages.RowScale(8 * (i / 2) + 2 * (Lane() % 4) + i % 2);
+        of_row[i] = stages.AScale(8 * (i / 2) + 2 * (Lane() % 4) + i % 2);
       }
       float of_box[kBoxes];
 #pragma unroll
-      for (uint32_t b = 0; b < kBoxes; ++b) of_box[b] = stages.RightScale(Box(warpgroup, b) / 2);
+      for (uint32_t i = 0; i < kBoxes; ++i) of_box[i] = stages.BScale(Box(warpgroup, i) / 2);
       WgmmaWait<1>();
       Add<kRows>(sums[0], parts[0], of_row, of_box[0]);
       WgmmaWait<0>();
-      stages.Free(stages.stage());
+      stages.Release(stages.stage());
       stages.Next();
-      if (step + 1 < steps) stages.Look();
+      if (k_block + 1 < k_blocks) stages.Look();
       Add<kRows>(sums[1], parts[1], of_row, of_box[1]);
     }
   }
@@ -282,13 +282,13 @@ struct FewRows {
                                                  Stages& stages, const MatmulMemory& memory,
                                                  uint32_t warpgroup, uint32_t turn) {
     Sums<kRows> sums;
-    if constexpr (Traits::kCodes) {
-      MultiplyCoded<kRows>(sums, tile.steps, stages, warpgroup);
+    if constexpr (Traits::kFp8) {
+      MultiplyFp8<kRows>(sums, tile.k_blocks, stages, warpgroup);
     } else {
-      Multiply16<kRows>(sums, tile.steps, stages, warpgroup);
+      Multiply16<kRows>(sums, tile.k_blocks, stages, warpgroup);
     }
     const uint32_t warp = Uniform(threadIdx.x / kWarpSize) - 4;
-    if (tile.column < results.columns && !HasGivenUp(memory.shared.ring)) {
+    if (tile.column < results.n && !HasGivenUp(memory.shared.ring)) {
       const FewRowsMemory few{memory.drains, memory.shared.exchanged, &memory.shared.ring.given_up,
                               warp, turn};
       FewRowsStore<Traits, kRows>::Run(sums, results, {tile.row, tile.rows, tile.column}, warpgroup,
@@ -300,7 +300,7 @@ struct FewRows {
       const int32_t first = static_cast<int32_t>(warp % 4 * kWarpRows);
       const ResultPlace place{tile.row + first, tile.rows - first, 0};
       if (warpgroup == 0 && place.rows > 0) {
-        FillWithNans(place, results, Traits::OutBytes(results.out_element));
+        FillWithNans(place, results, Traits::DBytes(results.out_element));
       }
     }
   }
@@ -310,13 +310,13 @@ template <typename Traits>
 __device__ __forceinline__ void MultiplyFewRows(const MatmulMaps& maps,
                                                 const MatmulArguments& arguments,
                                                 const MatmulMemory& memory, uint32_t warpgroup) {
-  const Results results{arguments.result, &maps.out, &maps.both};
+  const Results results{arguments.result, &maps.d, &maps.gate_up_rows};
   TileReader tiles(memory.shared.ring);
   Stages stages(memory);
   uint32_t turn = 0;
   while (true) {
     const Tile tile = tiles.NextUniform();
-    if (tile.steps < 0) break;
+    if (tile.k_blocks < 0) break;
     stages.Begin(tile.stage);
     const auto run = [&]<int kRows>() {
       FewRows<Traits>::template RunTile<kRows>(results, tile, stages, memory, warpgroup, turn);
@@ -330,7 +330,7 @@ __device__ __forceinline__ void MultiplyFewRows(const MatmulMaps& maps,
     } else {
       run.template operator()<64>();
     }
-    turn += tile.column < results.columns;
+    turn += tile.column < results.n;
   }
 }
 

@@ -16,19 +16,19 @@ struct GroupPiece {
 
 // Numbers pieces of work on groups of rows: first all pieces of the first group, then those of the
 // next. All methods are called by a whole warp; each lane looks after one of 32 neighbouring
-// groups. `Groups` has their `sizes`, the number of `groups`, and `rows`, N.
+// groups. `Groups` has their `sizes`, the number of `groups`, and the number of all rows, `m`.
 template <typename Groups>
 class GroupPieces {
  public:
-  __device__ explicit GroupPieces(const Groups& plan) : plan_(plan) {}
+  __device__ explicit GroupPieces(const Groups& groups) : groups_(groups) {}
 
   // Reads the sizes of 32 groups. A group of `size` rows has pieces(group, size) pieces, which must
-  // be 0 past the last group. Whatever the sizes are, no row past N is in a group.
+  // be 0 past the last group. Whatever the sizes are, no row past the last one is in a group.
   template <typename Pieces>
   __device__ void Load(const Pieces& pieces) {
     const int32_t group = base_ + Lane();
-    const uint32_t all_rows = static_cast<uint32_t>(plan_.rows);
-    const int32_t given = group < plan_.groups ? plan_.sizes[group] : 0;
+    const uint32_t all_rows = static_cast<uint32_t>(groups_.m);
+    const int32_t given = group < groups_.groups ? groups_.sizes[group] : 0;
     uint32_t rows_end = given < 0 ? 0 : min(static_cast<uint32_t>(given), all_rows);
 #pragma unroll
     for (int by = 1; by < kWarpSize; by *= 2) {
@@ -56,7 +56,7 @@ class GroupPieces {
 
   // Goes on to the next 32 groups, which must then be loaded. Returns false if there are none.
   __device__ bool Advance() {
-    if (base_ + kWarpSize >= plan_.groups) return false;
+    if (base_ + kWarpSize >= groups_.groups) return false;
     before_ += pieces_loaded_;
     rows_before_ = rows_loaded_;
     base_ += kWarpSize;
@@ -73,7 +73,7 @@ class GroupPieces {
   }
 
  private:
-  const Groups& plan_;
+  const Groups& groups_;
   int32_t base_ = 0;            // the first group that is loaded
   uint32_t before_ = 0;         // pieces of the groups before it
   uint32_t rows_before_ = 0;    // and their rows

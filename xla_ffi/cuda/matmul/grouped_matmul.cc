@@ -22,14 +22,14 @@ bool Fits(const MatmulStep& step) {
   const int64_t align = ColumnsAlign(step.kind);
   const bool is_half =
       step.element == ElementType::kBFloat16 || step.element == ElementType::kFloat16;
-  return step.rows >= 0 && step.rows < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
-         step.left_columns > 0 && step.left_columns < kMostRows && step.left_columns % align == 0 &&
-         step.columns > 0 && step.columns < kMostRows && step.columns % align == 0 && is_half &&
+  return step.m >= 0 && step.m < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
+         step.k > 0 && step.k < kMostRows && step.k % align == 0 && step.n > 0 &&
+         step.n < kMostRows && step.n % align == 0 && is_half &&
          // Tensor copies count rows of results in int32.
-         (step.kind != MatmulKind::kOuter || step.groups * step.left_columns < kMostRows) &&
-         (!OfCodes(step.kind) || step.rows * (step.left_columns / 128) <= kMostScales) &&
-         Aligned(step.left) && Aligned(step.right) && Aligned(step.both) && Aligned(step.out) &&
-         Aligned(step.to_both);
+         (step.kind != MatmulKind::kWgrad || step.groups * step.k < kMostRows) &&
+         (!IsFp8(step.kind) || step.m * (step.k / 128) <= kMostScales) && Aligned(step.a) &&
+         Aligned(step.b) && Aligned(step.gate_up_rows) && Aligned(step.d) &&
+         Aligned(step.to_gate_up_rows);
 }
 
 template <typename Element>
@@ -43,12 +43,11 @@ cudaError_t Multiply(const MatmulStep& step, MatmulWay way, cudaStream_t stream)
   if (!Fits(step)) return cudaErrorInvalidValue;
   if (!MatmulSupported()) return cudaErrorNotSupported;
   if (step.groups == 0) return cudaSuccess;
-  if (step.rows == 0) {
+  if (step.m == 0) {
     // A tensor map cannot have an empty dimension.
-    if (step.kind != MatmulKind::kOuter) return cudaSuccess;
-    const int64_t bytes =
-        step.groups * step.left_columns * step.columns * ElementBytes(step.out_element);
-    return cudaMemsetAsync(step.out, 0, static_cast<size_t>(bytes), stream);
+    if (step.kind != MatmulKind::kWgrad) return cudaSuccess;
+    const int64_t bytes = step.groups * step.k * step.n * ElementBytes(step.out_element);
+    return cudaMemsetAsync(step.d, 0, static_cast<size_t>(bytes), stream);
   }
   cudaError_t error = cudaErrorInvalidValue;
   ForEachMatmul([&]<MatmulKind kKind, typename Element>() {
@@ -74,7 +73,7 @@ cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream) {
 }
 
 cudaError_t ApplyExperts(const ExpertsStep& step, cudaStream_t stream) {
-  const bool few = step.rows <= kFewRows * step.groups;
+  const bool few = step.m <= kFewRows * step.groups;
   const cudaError_t error = Multiply(step.GateUp(), {.few_rows = few}, stream);
   if (error != cudaSuccess) return error;
   return Multiply(step.Down(), {.early = true, .few_rows = few}, stream);

@@ -141,8 +141,8 @@ __device__ __forceinline__ void TensorLoad(uint32_t shared, const CUtensorMap* m
 
 // The same, to the same place in both blocks of the cluster. It completes on each block's own
 // barrier.
-__device__ __forceinline__ void TensorLoadBoth(uint32_t shared, const CUtensorMap* map,
-                                               BoxPlace place, uint32_t barrier) {
+__device__ __forceinline__ void TensorLoadMulticast(uint32_t shared, const CUtensorMap* map,
+                                                    BoxPlace place, uint32_t barrier) {
   constexpr uint16_t kBoth = 3;
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -199,16 +199,16 @@ __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// sums [64, 256] (+)= left [64, 16] * right [16, 256]. Elements 4 * c to 4 * c + 3 of lane l of
+// sums [64, 256] (+)= a [64, 16] * b [16, 256]. Elements 4 * c to 4 * c + 3 of lane l of
 // warp w are of row 16 * w + l / 4, then of the row 8 further, each in columns 8 * c + 2 * (l % 4)
-// and the next one. kLeftAcross, kRightAcross: how the operand lies, see operand.h.
-template <typename Element, bool kLeftAcross, bool kRightAcross>
-__device__ __forceinline__ void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add);
+// and the next one. kAMnMajor, kBMnMajor: see operand.h.
+template <typename Element, bool kAMnMajor, bool kBMnMajor>
+__device__ __forceinline__ void Wgmma(float (&sums)[128], uint64_t a, uint64_t b, bool add);
 
-#define JAX_EP_WGMMA(kElement, kType, kLeftAcross, kRightAcross)                               \
+#define JAX_EP_WGMMA(kElement, kType, kAMnMajor, kBMnMajor)                                    \
   template <>                                                                                  \
-  __device__ __forceinline__ void Wgmma<kElement, kLeftAcross, kRightAcross>(                  \
-      float (&sums)[128], uint64_t left, uint64_t right, bool add) {                           \
+  __device__ __forceinline__ void Wgmma<kElement, kAMnMajor, kBMnMajor>(                       \
+      float (&sums)[128], uint64_t a, uint64_t b, bool add) {                                  \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
         ".reg .pred add;\n"                                                                    \
@@ -259,8 +259,8 @@ __device__ __forceinline__ void Wgmma(float (&sums)[128], uint64_t left, uint64_
           "+f"(sums[115]), "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]), \
           "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]), "+f"(sums[124]), \
           "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])                                    \
-        : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)), "n"(kLeftAcross ? 1 : 0),    \
-          "n"(kRightAcross ? 1 : 0));                                                          \
+        : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)), "n"(kAMnMajor ? 1 : 0),             \
+          "n"(kBMnMajor ? 1 : 0));                                                             \
   }
 JAX_EP_WGMMA(BFloat16, "bf16", false, false)
 JAX_EP_WGMMA(BFloat16, "bf16", false, true)
@@ -270,11 +270,10 @@ JAX_EP_WGMMA(Float16, "f16", false, true)
 JAX_EP_WGMMA(Float16, "f16", true, true)
 #undef JAX_EP_WGMMA
 
-// sums [64, 128] (+)= left [64, 32] * right [32, 128] of e4m3 codes, with both operands along
-// (operand.h). The tensor cores keep some 14 bits of these sums, so they must be added up elsewhere
-// after every 128 of the contracted dimension.
-__device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right,
-                                           bool add) {
+// sums [64, 128] (+)= a [64, 32] * b [32, 128] of e4m3, with both operands K-major (operand.h). The
+// tensor cores keep some 14 bits of these sums, so they must be added up elsewhere after every 128
+// of K.
+__device__ __forceinline__ void WgmmaFp8(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
@@ -303,31 +302,31 @@ __device__ __forceinline__ void WgmmaCodes(float (&sums)[64], uint64_t left, uin
         "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]),
         "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]),
         "+f"(sums[62]), "+f"(sums[63])
-      : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));
+      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
 }
 
-// The same products with columns of a matrix on the left and few rows on the right:
-// sums [64, kRows] (+)= left [64, k] * right [k, kRows], where k is 32 bytes. A lane's elements 4 *
-// c to 4 * c + 3 are of column 16 * w + l / 4, then of the column 8 further, each for rows 8 * c +
-// 2 * (l % 4) and the next one. The right operand lies along; the left one across for 16-bit
-// elements, and along for codes, whose Element is void.
+// The same with the operands swapped, columns of a matrix first and few rows second:
+// sums [64, kRows] (+)= columns [64, k] * rows [k, kRows], where k is 32 bytes. A lane's elements
+// 4 * c to 4 * c + 3 are of column 16 * w + l / 4, then of the column 8 further, each for rows
+// 8 * c + 2 * (l % 4) and the next one. Rows are K-major; columns are MN-major in 16 bits, and
+// K-major in fp8, whose Element is void.
 template <typename Element, int kRows>
-__device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t left,
-                                             uint64_t right, bool add);
+__device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t columns,
+                                             uint64_t rows, bool add);
 
 #define JAX_EP_SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define JAX_EP_SUMS_8(i) JAX_EP_SUMS_4(i), JAX_EP_SUMS_4(i + 4)
 #define JAX_EP_SUMS_16(i) JAX_EP_SUMS_8(i), JAX_EP_SUMS_8(i + 8)
 #define JAX_EP_SUMS_32(i) JAX_EP_SUMS_16(i), JAX_EP_SUMS_16(i + 16)
-#define JAX_EP_WGMMA_FEW(kElement, kRows, kShape, kModes, kNames, kLeft, kRight, kAdd, kSums)     \
-  template <>                                                                                     \
-  __device__ __forceinline__ void WgmmaFewRows<kElement, kRows>(                                  \
-      float (&sums)[kRows / 2], uint64_t left, uint64_t right, bool add) {                        \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " kAdd                                     \
-                 ", 0;\nwgmma.mma_async.sync.aligned." kShape " {" kNames "}, " kLeft ", " kRight \
-                 ", add, " kModes ";\n}"                                                          \
-                 : kSums(0)                                                                       \
-                 : "l"(left), "l"(right), "r"(static_cast<uint32_t>(add)));                       \
+#define JAX_EP_WGMMA_FEW(kElement, kRows, kShape, kModes, kNames, kColumns, kFew, kAdd, kSums)     \
+  template <>                                                                                      \
+  __device__ __forceinline__ void WgmmaFewRows<kElement, kRows>(                                   \
+      float (&sums)[kRows / 2], uint64_t columns, uint64_t rows, bool add) {                       \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " kAdd                                      \
+                 ", 0;\nwgmma.mma_async.sync.aligned." kShape " {" kNames "}, " kColumns ", " kFew \
+                 ", add, " kModes ";\n}"                                                           \
+                 : kSums(0)                                                                        \
+                 : "l"(columns), "l"(rows), "r"(static_cast<uint32_t>(add)));                      \
   }
 #define JAX_EP_NAMES_4 "%0, %1, %2, %3"
 #define JAX_EP_NAMES_8 JAX_EP_NAMES_4 ", %4, %5, %6, %7"
@@ -345,7 +344,7 @@ __device__ __forceinline__ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t 
                    JAX_EP_SUMS_16)                                                               \
   JAX_EP_WGMMA_FEW(kElement, 64, "m64n64" kSuffix, kModes, JAX_EP_NAMES_32, "%32", "%33", "%34", \
                    JAX_EP_SUMS_32)
-// The modes are those of the scales of both operands and, of 16 bits, whether each lies across.
+// The modes are those of the scales of both operands and, of 16 bits, whether each is MN-major.
 JAX_EP_WGMMA_FEW_OF(BFloat16, "k16.f32.bf16.bf16", "1, 1, 1, 0")
 JAX_EP_WGMMA_FEW_OF(Float16, "k16.f32.f16.f16", "1, 1, 1, 0")
 JAX_EP_WGMMA_FEW_OF(void, "k32.f32.e4m3.e4m3", "1, 1")

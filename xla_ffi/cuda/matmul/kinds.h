@@ -6,16 +6,16 @@
 
 namespace jax_ep::cuda {
 
-// How a product runs.
+// How a matmul runs.
 struct MatmulWay {
-  bool early = false;  // its right operand and sizes are read before the previous kernel has ended
+  bool early = false;     // B and sizes are read before the previous kernel has ended
   bool few_rows = false;  // by the kernel for few rows per group, in kinds that have one
 };
 
 template <MatmulKind kKind>
 inline constexpr bool kHasFewRows =
-    kKind == MatmulKind::kRows || kKind == MatmulKind::kGateUp || kKind == MatmulKind::kCodeRows ||
-    kKind == MatmulKind::kCodeGateUp;
+    kKind == MatmulKind::kFprop || kKind == MatmulKind::kGateUp ||
+    kKind == MatmulKind::kFp8Matmul || kKind == MatmulKind::kFp8GateUp;
 
 // `step` suits the kind, and all its sizes are positive.
 template <MatmulKind kKind, typename Element>
@@ -24,21 +24,21 @@ cudaError_t MultiplyKind(const MatmulStep& step, MatmulWay way, cudaStream_t str
 template <MatmulKind kKind, typename Element>
 cudaError_t PreloadKind();
 
-// Calls `visit.template operator()<kKind, Element>()` for each; codes have no element type.
+// Calls `visit.template operator()<kKind, Element>()` for each; fp8 has no element type.
 template <typename Visit>
 void ForEachMatmul(Visit visit) {
-  const auto both = [&]<MatmulKind kKind>() {
+  const auto in_16_bits = [&]<MatmulKind kKind>() {
     visit.template operator()<kKind, BFloat16>();
     visit.template operator()<kKind, Float16>();
   };
-  both.template operator()<MatmulKind::kRows>();
-  both.template operator()<MatmulKind::kRowsTransposed>();
-  both.template operator()<MatmulKind::kGateUp>();
-  both.template operator()<MatmulKind::kDownBack>();
-  both.template operator()<MatmulKind::kOuter>();
-  visit.template operator()<MatmulKind::kCodeRows, void>();
-  visit.template operator()<MatmulKind::kCodeGateUp, void>();
-  visit.template operator()<MatmulKind::kCodeDownBack, void>();
+  in_16_bits.template operator()<MatmulKind::kFprop>();
+  in_16_bits.template operator()<MatmulKind::kDgrad>();
+  in_16_bits.template operator()<MatmulKind::kGateUp>();
+  in_16_bits.template operator()<MatmulKind::kDownDgrad>();
+  in_16_bits.template operator()<MatmulKind::kWgrad>();
+  visit.template operator()<MatmulKind::kFp8Matmul, void>();
+  visit.template operator()<MatmulKind::kFp8GateUp, void>();
+  visit.template operator()<MatmulKind::kFp8DownDgrad, void>();
 }
 
 }  // namespace jax_ep::cuda

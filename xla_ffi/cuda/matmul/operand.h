@@ -2,10 +2,9 @@
 //
 // An operand lies in lines of 128 bytes with the 128-byte swizzle. Eight lines make an atom of 1024
 // bytes, to which operands are aligned. There are two layouts:
-//   Along: a line holds 128 bytes of the contracted dimension, of one row (or column) of the
-//   operand. Atoms follow each other.
-//   Across: a line holds 64 rows (or columns) of one step of the contracted dimension. Atoms follow
-//   each other along that dimension, and the next 64 rows begin kChunkBytes later.
+//   K-major: a line holds 128 bytes of K, of one row of A or column of B. Atoms follow each other.
+//   MN-major: a line holds 64 rows of A or columns of B, for one element of K. Atoms follow each
+//   other along K, and the next 64 rows begin kChunkBytes later.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +25,11 @@ JAX_EP_HOST_DEVICE uint32_t OperandUnits(uint32_t shared_bytes) {
 
 // The descriptor of the operand at `units`. `units` is added, not combined with |, so that the
 // compiler adds up offsets in uniform registers.
-template <bool kAcross>
+template <bool kMnMajor>
 JAX_EP_HOST_DEVICE uint64_t OperandAt(uint32_t units) {
   constexpr uint32_t kSwizzle128 = 1u << 30;
-  // Along, the hardware knows where the next 16 bytes lie, and wants 1 here.
-  constexpr uint32_t kNextChunk = kAcross ? kChunkBytes >> 4 : 1;
+  // If K-major, the hardware knows where the next 16 bytes lie, and wants 1 here.
+  constexpr uint32_t kNextChunk = kMnMajor ? kChunkBytes >> 4 : 1;
   return uint64_t{kSwizzle128 | kAtomBytes >> 4} << 32 | (units + (kNextChunk << 16));
 }
 

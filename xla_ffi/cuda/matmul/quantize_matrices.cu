@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
       *reinterpret_cast<uint2*>(to) = make_uint2(codes[i][0], codes[i][1]);
     }
   }
-  if (step.turned == nullptr) return;
+  if (step.transposed == nullptr) return;
 
-  uint8_t* turned = SharedBytes();
+  uint8_t* transposed = SharedBytes();
 #pragma unroll
   for (int column = 0; column < Own::kColumns; ++column) {
     // Byte i of word k is of row 4 * k + i.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
       const uint32_t high = __byte_perm(of(2), of(3), pick);
       words[k] = __byte_perm(low, high, 0x5410);
     }
-    uint8_t* to = turned + Own::PlaceOf(first_column + column, first_row);
+    uint8_t* to = transposed + Own::PlaceOf(first_column + column, first_row);
     if constexpr (Own::kRows == 4) {
       *reinterpret_cast<uint32_t*>(to) = words[0];
     } else {
@@ -138,15 +138,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
     }
   }
   __syncthreads();
-  uint8_t* matrix =
-      step.turned + (static_cast<int64_t>(group) * step.sides + side) * step.columns * step.rows;
+  uint8_t* matrix = step.transposed +
+                    (static_cast<int64_t>(group) * step.sides + side) * step.columns * step.rows;
 #pragma unroll
   for (int i = 0; i < kSize * kChunks / kThreads; ++i) {
     const int place = static_cast<int>(threadIdx.x) + i * kThreads;
     const int column = place / kChunks, row = place % kChunks * kChunkBytes;
     uint8_t* to = matrix + (x * int64_t{kSize} + column) * step.rows + y * int64_t{kSize} + row;
     *reinterpret_cast<uint4*>(to) =
-        *reinterpret_cast<const uint4*>(turned + Own::PlaceOf(column, row));
+        *reinterpret_cast<const uint4*>(transposed + Own::PlaceOf(column, row));
   }
 }
 
@@ -159,7 +159,7 @@ bool IsAligned(const void* pointer) {
 cudaError_t QuantizeMatrices(const QuantizeMatricesStep& step, cudaStream_t stream) {
   const int64_t down = step.rows / kSize, across = step.columns / kSize;
   if (step.rows % kSize != 0 || step.columns % kSize != 0 || !IsAligned(step.matrices) ||
-      !IsAligned(step.codes) || !IsAligned(step.turned)) {
+      !IsAligned(step.codes) || !IsAligned(step.transposed)) {
     return cudaErrorInvalidValue;
   }
   int64_t blocks = 0;

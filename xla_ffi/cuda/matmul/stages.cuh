@@ -8,105 +8,104 @@
 
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/matmul/epilogues.cuh"
-#include "cuda/matmul/units.cuh"
+#include "cuda/matmul/scheduler.cuh"
 
 namespace jax_ep::cuda {
 
 inline constexpr int kMatmulThreads = 384;
 inline constexpr uint32_t kStages = 4;
-inline constexpr uint32_t kStepBytes = 128;  // of the contracted dimension, per line
+inline constexpr uint32_t kBlockKBytes = 128;
 inline constexpr uint32_t kBoxBytes = 8192;  // 64 lines
-inline constexpr uint32_t kLeftBoxes = 2;
-inline constexpr uint32_t kMostRightBoxes = 4;
-inline constexpr uint32_t kStageBytes = (kLeftBoxes + kMostRightBoxes) * kBoxBytes;
+inline constexpr uint32_t kABoxes = 2;
+inline constexpr uint32_t kMostBBoxes = 4;
+inline constexpr uint32_t kStageBytes = (kABoxes + kMostBBoxes) * kBoxBytes;
 // Per thread of a warpgroup. Together these are all the registers that the block begins with.
-inline constexpr int kFeederRegisters = 56;
+inline constexpr int kLoadRegisters = 56;
 inline constexpr int kMathRegisters = 224;
 static_assert(kBoxBytes == kChunkBytes);
 
 // What a kernel is compiled for.
-template <MatmulKind kOf, typename ElementOf, Out kOut, bool kOfFewRows = false>
+template <MatmulKind kOf, typename ElementOf, ElementD kElementD, bool kOfFewRows = false>
 struct MatmulTraits {
   static constexpr MatmulKind kKind = kOf;
-  // Whether groups have few rows, so that matrices are the left operands of products.
+  // Whether groups have few rows, so that wgmma gets the operands swapped.
   static constexpr bool kFew = kOfFewRows;
-  using Element = ElementOf;  // of 16-bit operands; void for codes
-  static constexpr bool kCodes = OfCodes(kOf);
-  static constexpr bool kOuter = kOf == MatmulKind::kOuter;
-  // Whether lines of the operand lie across the contracted dimension (operand.h).
-  static constexpr bool kLeftAcross = kOuter;
-  static constexpr bool kRightAcross =
-      kOuter || kOf == MatmulKind::kRows || kOf == MatmulKind::kGateUp;
-  static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kCodeGateUp;
-  static constexpr bool kDownBack =
-      kOf == MatmulKind::kDownBack || kOf == MatmulKind::kCodeDownBack;
+  using Element = ElementOf;  // of 16-bit operands; void for fp8
+  static constexpr bool kFp8 = IsFp8(kOf);
+  static constexpr bool kWgrad = kOf == MatmulKind::kWgrad;
+  static constexpr bool kAMnMajor = kWgrad;
+  static constexpr bool kBMnMajor =
+      kWgrad || kOf == MatmulKind::kFprop || kOf == MatmulKind::kGateUp;
+  static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kFp8GateUp;
+  static constexpr bool kDownDgrad =
+      kOf == MatmulKind::kDownDgrad || kOf == MatmulKind::kFp8DownDgrad;
   using Epilogue =
-      std::conditional_t<kGateUp, SwiGlu<kCodes>,
-                         std::conditional_t<kDownBack, SwiGluBack<kCodes>, StoreSums<kOut>>>;
+      std::conditional_t<kGateUp, SwiGlu<kFp8>,
+                         std::conditional_t<kDownDgrad, SwiGluDgrad<kFp8>, StoreSums<kElementD>>>;
   static constexpr int kSides = Epilogue::kSides;
-  static constexpr int kColumns = Epilogue::kColumns;
-  static constexpr int kSideColumns = kColumns / kSides;
-  static constexpr int kOutSides = kDownBack ? 2 : 1;  // of each row of `out`
-  // The size of an element of `out`. Only some kinds use MatmulStep::out_element.
-  JAX_EP_HOST_DEVICE static int64_t OutBytes(ElementType out_element) {
-    if (kCodes && (kGateUp || kDownBack)) return 1;
-    if (kOut == Out::kEither) return out_element == ElementType::kFloat32 ? 4 : 2;
-    return kOut == Out::kFloat32 ? 4 : 2;
+  static constexpr int kBlockN = Epilogue::kBlockN;
+  static constexpr int kSideN = kBlockN / kSides;
+  static constexpr int kDSides = kDownDgrad ? 2 : 1;  // of each row of D
+  // The size of an element of D. Only some kinds use MatmulStep::out_element.
+  JAX_EP_HOST_DEVICE static int64_t DBytes(ElementType out_element) {
+    if (kFp8 && (kGateUp || kDownDgrad)) return 1;
+    if (kElementD == ElementD::kEither) return out_element == ElementType::kFloat32 ? 4 : 2;
+    return kElementD == ElementD::kFloat32 ? 4 : 2;
   }
-  static constexpr uint32_t kRightBoxes = kColumns / 64;
-  static constexpr uint32_t kStep = kCodes ? 128 : 64;  // elements of the contracted dimension
+  static constexpr uint32_t kBBoxes = kBlockN / 64;
+  static constexpr uint32_t kBlockK = kFp8 ? 128 : 64;  // elements of the contracted dimension
   using Type = std::conditional_t<
-      kCodes, ElementType,
+      kFp8, ElementType,
       std::conditional_t<std::is_same_v<ElementOf, Float16>, FixedElement<ElementType::kFloat16>,
                          FixedElement<ElementType::kBFloat16>>>;
 };
 
-// The scales of codes (protocol/matmul_steps.h).
+// The scales of fp8 (protocol/matmul_steps.h).
 struct ScaleArguments {
-  const float* rows;
-  uint32_t row_stride;
-  const float* right;
+  const float* a;
+  uint32_t a_stride;
+  const float* b;
   int64_t per_group;
   int64_t per_k;
   int64_t per_side;
-  int64_t per_b;
+  int64_t per_n;
 };
 
-// The maps of operands and results. `both` is of to_both in kinds that have it.
+// The maps of operands and results. `gate_up_rows` is of to_gate_up_rows in kinds that have it.
 struct MatmulMaps {
-  CUtensorMap left, right;
-  CUtensorMap out, both;
+  CUtensorMap a, b;
+  CUtensorMap d, gate_up_rows;
 };
 
 struct MatmulArguments {
-  UnitPlan plan;
+  SchedulerArguments scheduler;
   ResultArguments result;
   ScaleArguments scales;
 };
 
 struct MatmulShared {
   uint64_t full[kStages];
-  uint64_t free[kStages];
+  uint64_t empty[kStages];
   uint64_t exchanged[2];  // of few rows (FewRowsMemory)
   TileRing ring;
 };
-// For codes, per stage: a scale for each row, and one for each 128 columns.
+// For fp8, per stage: a scale for each row, and one for each 128 columns.
 struct StageScales {
-  float rows[kTileRows];
-  float right[2];
+  float a[kBlockM];
+  float b[2];
 };
 
-// Shared memory holds MatmulShared and the scales of codes, then, aligned to an atom, the stages,
+// Shared memory holds MatmulShared and the scales of fp8, then, aligned to an atom, the stages,
 // then the drains. Together they take all that a block can have.
 inline constexpr uint32_t kScalesBytes = kStages * static_cast<uint32_t>(sizeof(StageScales));
-inline constexpr uint32_t kDrainsBytes = kWarpsOfMath * kDrains * kDrainBytes;
-template <bool kCodes>
+inline constexpr uint32_t kDrainsBytes = kMathWarps * kDrains * kDrainBytes;
+template <bool kFp8>
 inline constexpr uint32_t kFrontBytes =
-    (static_cast<uint32_t>(sizeof(MatmulShared)) + (kCodes ? kScalesBytes : 0) + kAtomBytes - 1) /
+    (static_cast<uint32_t>(sizeof(MatmulShared)) + (kFp8 ? kScalesBytes : 0) + kAtomBytes - 1) /
     kAtomBytes * kAtomBytes;
-template <bool kCodes>
+template <bool kFp8>
 inline constexpr uint32_t kMatmulSharedBytes =
-    kFrontBytes<kCodes> + kStages * kStageBytes + kDrainsBytes;
+    kFrontBytes<kFp8> + kStages * kStageBytes + kDrainsBytes;
 
 struct MatmulMemory {
   MatmulShared& shared;
@@ -138,54 +137,54 @@ class Stages {
     at_.passed = stage;
     has_come_ = false;
   }
-  // Waits for the operands of the next step.
+  // Waits for the operands of the next block of K.
   __device__ void Await() {
     if (!has_come_) cuda::Await(&shared_.full[stage()], at_.parity(), &shared_.ring.given_up);
   }
   // Tells both blocks that this warp has read stage `stage`.
-  __device__ void Free(uint32_t stage) {
+  __device__ void Release(uint32_t stage) {
     // Other lanes may still read scales, or miss the end of the phase that they wait for.
     __syncwarp();
-    if (Lane() < 2) MbarrierArriveAt(barriers_ + kToFree + stage * kBarrierBytes, Lane());
+    if (Lane() < 2) MbarrierArriveAt(barriers_ + kToEmpty + stage * kBarrierBytes, Lane());
   }
   __device__ void Next() {
     ++at_.passed;
     has_come_ = false;
   }
-  // Checks whether the operands of the next step are there, so that Await need not.
+  // Checks whether the operands of the next block of K are there, so that Await need not.
   __device__ void Look() {
     has_come_ = MbarrierHasEnded(barriers_ + stage() * kBarrierBytes, at_.parity());
   }
   // Steps over a tile of the other warpgroup.
-  __device__ void Skip(int32_t steps) {
+  __device__ void Skip(int32_t k_blocks) {
     JAX_EP_NO_UNROLL
-    for (int32_t step = 0; step < steps; ++step) {
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
       Await();
-      Free(stage());
+      Release(stage());
       Next();
     }
   }
 
   __device__ uint32_t stage() const { return at_.slot(); }
   // The descriptor of the operand that lies `units` behind box `box` of stage 0.
-  template <bool kAcross>
+  template <bool kMnMajor>
   __device__ uint64_t Operand(uint32_t box, uint32_t units) const {
-    return OperandAt<kAcross>(operands_ + (box * kBoxBytes >> 4) + units);
+    return OperandAt<kMnMajor>(operands_ + (box * kBoxBytes >> 4) + units);
   }
   // The distance from stage 0 to this one. Call it where it is used, or the compiler forgets that
   // all lanes have it.
   __device__ uint32_t units() const { return Uniform(stage() * (kStageBytes >> 4)); }
   __device__ uint8_t* lines() const { return memory_.stages + stage() * kStageBytes; }
-  __device__ float RowScale(uint32_t row) const {
-    return LoadShared(scales() + offsetof(StageScales, rows) + row * sizeof(float));
+  __device__ float AScale(uint32_t row) const {
+    return LoadShared(scales() + offsetof(StageScales, a) + row * sizeof(float));
   }
-  __device__ float RightScale(uint32_t half) const {
-    return LoadShared(scales() + offsetof(StageScales, right) + half * sizeof(float));
+  __device__ float BScale(uint32_t half) const {
+    return LoadShared(scales() + offsetof(StageScales, b) + half * sizeof(float));
   }
 
  private:
   static constexpr uint32_t kBarrierBytes = sizeof(uint64_t);
-  static constexpr uint32_t kToFree = offsetof(MatmulShared, free) - offsetof(MatmulShared, full);
+  static constexpr uint32_t kToEmpty = offsetof(MatmulShared, empty) - offsetof(MatmulShared, full);
 
   __device__ uint32_t scales() const { return scales_ + stage() * sizeof(StageScales); }
 

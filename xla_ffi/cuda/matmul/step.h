@@ -9,16 +9,16 @@ namespace jax_ep::cuda {
 
 using jax_ep::ColumnsAlign;
 using jax_ep::ExpertsStep;
+using jax_ep::IsFp8;
 using jax_ep::MatmulKind;
 using jax_ep::MatmulStep;
-using jax_ep::OfCodes;
 
 // Enqueues the step on `stream`, on the current device, whose compute capability must be 9.0.
 // Returns cudaErrorNotSupported on other devices, and cudaErrorInvalidValue for sizes that do not
 // fit: columns that are not aligned, pointers that are not aligned to 16 bytes.
 cudaError_t GroupedMatmul(const MatmulStep& step, cudaStream_t stream);
 
-// Enqueues both products, as GroupedMatmul does each. The second kernel begins before the first one
+// Enqueues both matmuls, as GroupedMatmul does each. The second kernel begins before the first one
 // has ended, and loads weights meanwhile.
 cudaError_t ApplyExperts(const ExpertsStep& step, cudaStream_t stream);
 

@@ -5,19 +5,19 @@
 
 namespace jax_ep::cuda {
 
-// sums [16, 8] += left [16, 16] * right [16, 8] of bfloat16. With r = lane / 4 and q = lane % 4, a
-// lane has
-//   left, words 0 to 3: rows r, r + 8, r, r + 8 in columns 2 * q and on, the last two words 8
+// sums [16, 8] += a [16, 16] * b [16, 8] of bfloat16. With r = lane / 4 and q = lane % 4, a lane
+// has
+//   a, words 0 to 3: rows r, r + 8, r, r + 8 in columns 2 * q and on, the last two words 8
 //   columns further;
-//   right, words 0 and 1: rows 2 * q and on, and 8 further, in column r;
+//   b, words 0 and 1: rows 2 * q and on, and 8 further, in column r;
 //   sums, elements 0 to 3: rows r, r, r + 8, r + 8 in columns 2 * q, 2 * q + 1, and the same again.
-__device__ __forceinline__ void WarpMultiply(float (&sums)[4], const uint32_t (&left)[4],
-                                             const uint32_t (&right)[2]) {
+__device__ __forceinline__ void WarpMultiply(float (&sums)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // Multiplies two pairs of bfloat16, with denormals.

@@ -59,18 +59,18 @@ struct BoxPlace {
 inline void PrefetchTensorMap(const CUtensorMap*) {}
 
 inline void LoadBox(uint32_t shared, const CUtensorMap* map, const BoxPlace& place,
-                    uint32_t barrier, bool both) {
+                    uint32_t barrier, bool multicast) {
   const emulator::Unseen unseen;
   emulator::TensorMap tensor;
   std::memcpy(&tensor, map->opaque, sizeof tensor);
   emulator::TensorLoad(SharedPointer<void>(shared), tensor, place.at,
-                       SharedPointer<uint64_t>(barrier), both);
+                       SharedPointer<uint64_t>(barrier), multicast);
 }
 inline void TensorLoad(uint32_t shared, const CUtensorMap* map, BoxPlace place, uint32_t barrier) {
   LoadBox(shared, map, place, barrier, false);
 }
-inline void TensorLoadBoth(uint32_t shared, const CUtensorMap* map, BoxPlace place,
-                           uint32_t barrier) {
+inline void TensorLoadMulticast(uint32_t shared, const CUtensorMap* map, BoxPlace place,
+                                uint32_t barrier) {
   LoadBox(shared, map, place, barrier, true);
 }
 inline void TensorStore(const CUtensorMap* map, BoxPlace place, uint32_t shared) {
@@ -102,23 +102,23 @@ void WgmmaWait() {
 template <int kCount>
 void HoldSums(float (&)[kCount]) {}
 
-template <typename Element, bool kLeftAcross, bool kRightAcross>
-void Wgmma(float (&sums)[128], uint64_t left, uint64_t right, bool add) {
+template <typename Element, bool kAMnMajor, bool kBMnMajor>
+void Wgmma(float (&sums)[128], uint64_t a, uint64_t b, bool add) {
   constexpr auto kOperands = std::is_same_v<Element, Float16> ? emulator::Operands::kFloat16
                                                               : emulator::Operands::kBFloat16;
-  emulator::IssueProduct({kOperands, 256, kLeftAcross, kRightAcross, add, left, right}, sums);
+  emulator::IssueProduct({kOperands, 256, kAMnMajor, kBMnMajor, add, a, b}, sums);
 }
-inline void WgmmaCodes(float (&sums)[64], uint64_t left, uint64_t right, bool add) {
-  emulator::IssueProduct({emulator::Operands::kE4M3, 128, false, false, add, left, right}, sums);
+inline void WgmmaFp8(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
+  emulator::IssueProduct({emulator::Operands::kE4M3, 128, false, false, add, a, b}, sums);
 }
 
 template <typename Element, int kRows>
-void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t left, uint64_t right, bool add) {
-  constexpr bool kCodes = std::is_void_v<Element>;
-  constexpr auto kOperands = kCodes                             ? emulator::Operands::kE4M3
+void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t columns, uint64_t rows, bool add) {
+  constexpr bool kFp8 = std::is_void_v<Element>;
+  constexpr auto kOperands = kFp8                               ? emulator::Operands::kE4M3
                              : std::is_same_v<Element, Float16> ? emulator::Operands::kFloat16
                                                                 : emulator::Operands::kBFloat16;
-  emulator::IssueProduct({kOperands, kRows, !kCodes, false, add, left, right}, sums);
+  emulator::IssueProduct({kOperands, kRows, !kFp8, false, add, columns, rows}, sums);
 }
 
 // ---- A warp's registers to shared memory --------------------------------------------------------

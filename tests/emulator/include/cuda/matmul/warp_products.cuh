@@ -14,9 +14,8 @@ inline float OneOfTwo(uint32_t words, uint32_t i) {
   return ToFloat(BFloat16{static_cast<uint16_t>(words >> i % 2 * 16)});
 }
 
-inline void WarpMultiply(float (&sums)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
-  const auto* all = emulator::ExchangeWords(
-      {left[0], left[1], left[2], left[3], right[0], right[1]}, "mma.m16n8k16");
+inline void WarpMultiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const auto* all = emulator::ExchangeWords({a[0], a[1], a[2], a[3], b[0], b[1]}, "mma.m16n8k16");
   const uint32_t lane = emulator::Lane();
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;

@@ -1,4 +1,4 @@
-"""Experts that multiply codes: those of a quantised dispatch with those of weights."""
+"""Experts whose rows and weights are quantised: those of a dispatch, or made here."""
 
 from __future__ import annotations
 
@@ -316,11 +316,11 @@ def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:
             operand="quantized",
         )
     wanted = _quantized.layout(weights.format, *shapes)
-    turned = _quantized.turned_layout(weights.format, *shapes)
-    for name in _quantized.TURNED:
+    transposed = _quantized.transposed_layout(weights.format, *shapes)
+    for name in _quantized.TRANSPOSED:
         if getattr(weights, name) is not None:
             # None exist for sizes that the kernels do not support: fail on any.
-            wanted[name] = turned.get(name, (jnp.uint8, ()))
+            wanted[name] = transposed.get(name, (jnp.uint8, ()))
     for name, (dtype, shape) in wanted.items():
         array = as_array(function, name, getattr(weights, name))
         if array.dtype != dtype or array.shape != shape:

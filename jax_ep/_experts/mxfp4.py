@@ -1,8 +1,8 @@
-"""Weights of "mxfp4" in the order in which the four-bit kernels read them.
+"""Weights in "mxfp4" in the order in which kernels read them.
 
 xla_ffi/protocol/matmul_steps.h describes the order: tiles of 128 columns (or 64 of gate
-and 64 of up, 16 of each by turns) by 32 elements of the contracted dimension. Each tile
-has its codes and then its scales.
+and 64 of up, 16 of each by turns), in atoms of 32 elements of the contracted dimension.
+Each atom has its codes and then its scales.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-COLUMNS = 128  # of a tile, gate and up together
-STEPS = 32  # elements of the contracted dimension in a tile
-ATOM = COLUMNS * STEPS // 2 + COLUMNS  # bytes of codes and scales
+BLOCK_N = 128  # columns of a tile, gate and up together
+ATOM_K = 32  # elements of the contracted dimension in an atom
+ATOM_BYTES = BLOCK_N * ATOM_K // 2 + BLOCK_N  # bytes of codes and scales
 ALIGNED = 128  # what the contracted dimension must be a multiple of
 _RUN = 16  # columns of gate, and then of up
 # For each of the four codes in half a word: where its bits go, the lowest first.
@@ -27,14 +27,14 @@ def shape(matrix: tuple[int, ...]) -> tuple[int, ...] | None:
     Returns None if the kernels do not take such sizes.
     """
     groups, contracted, *sides, columns = matrix
-    per_tile = COLUMNS // 2 if sides else COLUMNS
+    per_tile = BLOCK_N // 2 if sides else BLOCK_N
     if contracted % ALIGNED or columns % per_tile:
         return None
-    return groups, columns // per_tile, contracted // STEPS, ATOM
+    return groups, columns // per_tile, contracted // ATOM_K, ATOM_BYTES
 
 
 def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns uint8 `[L, tiles, A / 32, ATOM]`.
+    """Returns uint8 `[L, tiles, A / 32, ATOM_BYTES]`.
 
     Args:
         codes: uint8 `[L, A / 2, 2, B]` or `[L, A / 2, B]`, as in `QuantizedWeights`.
@@ -42,20 +42,20 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """
     groups, halves, *sides, columns = codes.shape
     count = sides[0] if sides else 1
-    across = columns * count // COLUMNS
-    steps = halves * 2 // STEPS
+    across = columns * count // BLOCK_N
+    atoms = halves * 2 // ATOM_K
 
     def by_tile(values: jax.Array) -> jax.Array:
-        """Splits `[L, steps, ..., columns]` to `[L, tiles, steps, ..., COLUMNS]`."""
+        """Splits `[L, atoms, ..., columns]` to `[L, tiles, atoms, ..., BLOCK_N]`."""
         inner = values.shape[2 : values.ndim - 1 - len(sides)]
-        runs = COLUMNS // (_RUN * count)
-        values = values.reshape(groups, steps, *inner, count, across, runs, _RUN)
+        runs = BLOCK_N // (_RUN * count)
+        values = values.reshape(groups, atoms, *inner, count, across, runs, _RUN)
         values = jnp.moveaxis(values, (-3, -4), (1, -2))
-        return values.reshape(groups, across, steps, *inner, COLUMNS)
+        return values.reshape(groups, across, atoms, *inner, BLOCK_N)
 
     # Contracted element 8 q + 2 i + j of 32 is code i of half j of word q.
-    pairs = codes.reshape(groups, steps, 4, 4, *sides, columns)
-    pairs = by_tile(pairs).astype(jnp.uint16)  # [L, tiles, steps, q, i, columns]
+    pairs = codes.reshape(groups, atoms, 4, 4, *sides, columns)
+    pairs = by_tile(pairs).astype(jnp.uint16)  # [L, tiles, atoms, q, i, columns]
 
     def half(codes: jax.Array) -> jax.Array:
         """Places four codes so that few instructions decode them."""
@@ -71,19 +71,19 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
     is_last = (jnp.arange(4) == 3)[:, None]
     lower, upper = jnp.where(is_last, odd, even), jnp.where(is_last, even, odd)
     halves = jnp.stack([half(lower), half(upper)], 4)
-    # [L, tiles, steps, q, j, byte of the half, columns]
+    # [L, tiles, atoms, q, j, byte of the half, columns]
     packed = jnp.stack([halves & 0xFF, halves >> 8], 5).astype(jnp.uint8)
     # Column 16 (2 pair + odd) + 8 half + r.
-    packed = packed.reshape(groups, across, steps, 4, 2, 2, 4, 2, 2, 8)
+    packed = packed.reshape(groups, across, atoms, 4, 2, 2, 4, 2, 2, 8)
     # To pair, r, q, odd, half, j, byte.
     order = (6, 9, 3, 7, 8, 4, 5)
     packed = jnp.transpose(packed, (0, 1, 2, *order)).reshape(
-        groups, across, steps, COLUMNS * STEPS // 2
+        groups, across, atoms, BLOCK_N * ATOM_K // 2
     )
     bytes_ = by_tile(jax.lax.bitcast_convert_type(scales, jnp.uint8))
-    bytes_ = bytes_.reshape(groups, across, steps, 8, 2, 8)  # 16 m + 8 half + r
+    bytes_ = bytes_.reshape(groups, across, atoms, 8, 2, 8)  # 16 m + 8 half + r
     bytes_ = jnp.transpose(bytes_, (0, 1, 2, 5, 3, 4))
-    bytes_ = bytes_.reshape(groups, across, steps, COLUMNS)
+    bytes_ = bytes_.reshape(groups, across, atoms, BLOCK_N)
     return jnp.concatenate([packed, bytes_], axis=-1)
 
 

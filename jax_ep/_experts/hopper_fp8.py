@@ -1,8 +1,8 @@
-"""fp8 experts on Hopper: `Operations` with kernels that multiply codes.
+"""fp8 experts on Hopper: `Operations` with kernels that multiply quantised operands.
 
-The kernels contract the last dimension of both operands. Forward products therefore
-need turned weights, while products with transposed weights take the codes as they are.
-For codes of four bits the kernels have another order (four_bits.py).
+The kernels contract the last dimension of both operands. So fprop needs transposed
+weights, while dgrad takes the weights as they are. For "mxfp4" the kernels have another
+order (mxfp4.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_ep._core.literals import WeightFormat
-from jax_ep._experts import four_bits, grouped, kernels, quantized
+from jax_ep._experts import grouped, kernels, mxfp4, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
-# Up to this many rows of N per group, the kernels multiply weights of four bits
-# directly. They decode them again for every 32 rows, so with more rows it is better to
+# Up to this many rows of N per group, the kernels multiply weights in "mxfp4" directly.
+# They decode them again for every 32 rows, so with more rows it is better to
 # decode them to memory once; the threshold is an estimate. With several ranks, N is
 # larger than the number of rows that arrive, often several times as large.
 FEW_ROWS = 128
@@ -34,10 +34,10 @@ class HopperOperations(Operations):
     """Uses kernels, and the reference for what the kernels do not support.
 
     The kernels include SwiGLU without biases. Other activations, and biases, are
-    applied after the products of codes.
+    applied after the matmuls in fp8.
     """
 
-    turns_weights = True
+    transposes_weights = True
 
     def quantize_weights(
         self,
@@ -46,10 +46,10 @@ class HopperOperations(Operations):
         name: WeightFormat,
         backward: bool,
     ) -> QuantizedWeights:
-        """Overrides `Operations.quantize_weights`; one pass also turns the codes."""
+        """Overrides `Operations.quantize_weights`; the same pass transposes codes."""
         if name == "mxfp4":
-            codes = super().quantize_weights(gate_up, down, name, backward)
-            return self.prepare(codes)
+            weights = super().quantize_weights(gate_up, down, name, backward)
+            return self.prepare(weights)
         if not _few_bits(gate_up, down):
             return super().quantize_weights(gate_up, down, name, backward)
         first, second = _quantize(gate_up), _quantize(down[:, :, None])
@@ -58,46 +58,61 @@ class HopperOperations(Operations):
             first[1],
             jnp.squeeze(second[0], 2),
             jnp.squeeze(second[1], 2),
-            gate_up_turned=first[2],
-            down_turned=jnp.squeeze(second[2], 1),
+            gate_up_transposed=first[2],
+            down_transposed=jnp.squeeze(second[2], 1),
         )
 
     def prepare(self, weights: QuantizedWeights) -> QuantizedWeights:
         """Overrides `Operations.prepare`."""
-        find = _tiles if weights.format == "mxfp4" else _turned
-        found = {f"{which}_turned": find(weights, which) for which in _BOTH}
+        find = _tiles if weights.format == "mxfp4" else _transposed
+        found = {f"{which}_transposed": find(weights, which) for which in _BOTH}
         return dataclasses.replace(weights, **found)
 
-    def product(
+    def fprop(
         self,
         rows: Rows,
         weights: QuantizedWeights,
         which: Which,
         sizes: jax.Array,
         dtype: Any,
-        transposed: bool = False,
     ) -> jax.Array:
-        """Overrides `Operations.product`."""
+        """Overrides `Operations.fprop`."""
         if weights.format == "mxfp4":
-            if transposed and rows.scales is None and _is_bfloat16(rows.values.dtype):
-                matrices = _decoded(weights, which)
-                return kernels.rows(rows.values, matrices, sizes, True).astype(dtype)
-            plain = None if transposed else _four_bits(rows, weights, which, sizes)
-            if plain is not None:
+            run = _mxfp4(rows, weights, which, sizes)
+            if run is not None:
                 out = jnp.bfloat16 if _is_bfloat16(dtype) else jnp.float32
-                return plain(out).astype(dtype)
-        codes = _codes(rows, weights)
-        if codes is None:
-            return super().product(rows, weights, which, sizes, dtype, transposed)
-        if transposed:
-            matrices = getattr(weights, which)
-            matrices = matrices.reshape(*matrices.shape[:2], -1)
-        else:
-            matrices = _turned(weights, which)
-            matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
-        scales = getattr(weights, f"{which}_scales")
-        scales = scales.reshape(*scales.shape[:2], -1)
-        return kernels.code_rows(codes, matrices, scales, sizes, dtype, not transposed)
+                return run(out).astype(dtype)
+        operand = _fp8(rows, weights)
+        if operand is None:
+            return super().fprop(rows, weights, which, sizes, dtype)
+        matrices = _transposed(weights, which)
+        matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
+        scales = _merged(getattr(weights, f"{which}_scales"))
+        return kernels.fp8_fprop(operand, matrices, scales, sizes, dtype)
+
+    def dgrad(
+        self,
+        cotangents: Rows,
+        weights: QuantizedWeights,
+        which: Which,
+        sizes: jax.Array,
+        dtype: Any,
+    ) -> jax.Array:
+        """Overrides `Operations.dgrad`."""
+        plain = cotangents.scales is None
+        if (
+            weights.format == "mxfp4"
+            and plain
+            and _is_bfloat16(cotangents.values.dtype)
+        ):
+            matrices = _decoded(weights, which)
+            return kernels.dgrad(cotangents.values, matrices, sizes).astype(dtype)
+        operand = _fp8(cotangents, weights)
+        if operand is None:
+            return super().dgrad(cotangents, weights, which, sizes, dtype)
+        matrices = _merged(getattr(weights, which))
+        scales = _merged(getattr(weights, f"{which}_scales"))
+        return kernels.fp8_dgrad(operand, matrices, scales, sizes, dtype)
 
     def gate_up(
         self,
@@ -110,18 +125,22 @@ class HopperOperations(Operations):
     ) -> tuple[Rows, jax.Array | None]:
         """Overrides `Operations.gate_up`."""
         if weights.format == "mxfp4" and _is_swiglu(inner) and not keep:
-            fused = _four_bits(rows, weights, "gate_up", sizes, gate_up=True)
+            fused = _mxfp4(rows, weights, "gate_up", sizes, swiglu=True)
             if fused is not None and rows.scales is None and _is_bfloat16(dtype):
                 return Rows(fused(jnp.bfloat16), None), None
             if fused is not None and rows.scales is not None:
                 return quantized_rows(fused(jnp.float32)), None
-        codes = _codes(rows, weights)
-        if codes is None or not _is_swiglu(inner):
+        operand = _fp8(rows, weights)
+        if operand is None or not _is_swiglu(inner):
             return super().gate_up(rows, weights, sizes, inner, keep, dtype)
-        h, both = kernels.code_gate_up(
-            codes, _turned(weights, "gate_up"), weights.gate_up_scales, sizes, keep
+        h, gate_up_rows = kernels.fp8_gate_up(
+            operand,
+            _transposed(weights, "gate_up"),
+            weights.gate_up_scales,
+            sizes,
+            keep,
         )
-        return Rows(*h), both
+        return Rows(*h), gate_up_rows
 
     def apply(
         self,
@@ -133,15 +152,15 @@ class HopperOperations(Operations):
         out_dtype: Any,
     ) -> jax.Array:
         """Overrides `Operations.apply`."""
-        codes = _codes(rows, weights)
+        operand = _fp8(rows, weights)
         paired = kernels.is_paired(rows.values.shape[0], sizes.shape[0])
-        if codes is None or not _is_swiglu(inner) or not paired:
+        if operand is None or not _is_swiglu(inner) or not paired:
             return super().apply(rows, weights, sizes, inner, dtype, out_dtype)
-        return kernels.code_experts(
-            codes,
-            _turned(weights, "gate_up"),
+        return kernels.fp8_experts(
+            operand,
+            _transposed(weights, "gate_up"),
             weights.gate_up_scales,
-            _turned(weights, "down"),
+            _transposed(weights, "down"),
             weights.down_scales,
             sizes,
             out_dtype,
@@ -149,45 +168,45 @@ class HopperOperations(Operations):
 
     def down_dgrad(
         self,
-        cotangent: Rows,
+        cotangents: Rows,
         weights: QuantizedWeights,
         sizes: jax.Array,
         inner: Inner,
-        both: jax.Array,
+        gate_up_rows: jax.Array,
     ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
         """Overrides `Operations.down_dgrad`."""
-        given = _codes(cotangent, weights)
-        # `both` already includes the biases, so the kernel also works with them.
-        if given is None or inner.activation is not None:
-            return super().down_dgrad(cotangent, weights, sizes, inner, both)
-        codes, scales, plain = kernels.code_down_back(
-            given, weights.down, weights.down_scales, both, sizes
+        operand = _fp8(cotangents, weights)
+        # `gate_up_rows` already include the biases, so the kernel also works with them.
+        if operand is None or inner.activation is not None:
+            return super().down_dgrad(cotangents, weights, sizes, inner, gate_up_rows)
+        codes, scales, plain = kernels.fp8_down_dgrad(
+            operand, weights.down, weights.down_scales, gate_up_rows, sizes
         )
         return Rows(_side_by_side(codes), _side_by_side(scales)), plain, ()
 
     def wgrad(
-        self, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
+        self, rows: Rows, cotangents: jax.Array, sizes: jax.Array, dtype: Any
     ) -> jax.Array:
         """Overrides `Operations.wgrad`."""
-        codes = _row_codes(rows)
-        if codes is None:
-            left = rows.values.astype(jnp.bfloat16)
+        operand = _fp8_rows(rows)
+        if operand is None:
+            values = rows.values.astype(jnp.bfloat16)
         else:
-            left = kernels.dequantize(codes, sizes, jnp.bfloat16)
-        right = cotangent.astype(jnp.bfloat16)
+            values = kernels.dequantize(operand, sizes, jnp.bfloat16)
+        cotangents = cotangents.astype(jnp.bfloat16)
         # The kernel writes either bfloat16 or the float32 sums.
         out = dtype if dtype == jnp.bfloat16 else jnp.float32
-        return kernels.outer(left, right, sizes, out).astype(dtype)
+        return kernels.wgrad(values, cotangents, sizes, out).astype(dtype)
 
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Overrides `Operations.quantize_cotangents`."""
         return Rows(*kernels.quantize_cotangents(values, sizes))
 
-    def bias_grad(self, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    def bias_grad(self, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
         """Overrides `Operations.bias_grad`."""
-        if cotangent.dtype.itemsize != 2:  # the kernels take 16 bits
-            return super().bias_grad(cotangent, sizes)
-        return grouped.Hopper().sums(cotangent, sizes)
+        if cotangents.dtype.itemsize != 2:  # the kernels take 16 bits
+            return super().bias_grad(cotangents, sizes)
+        return grouped.Hopper().sums(cotangents, sizes)
 
 
 def _side_by_side(values: jax.Array) -> jax.Array:
@@ -211,33 +230,33 @@ def _is_swiglu(inner: Inner) -> bool:
     return inner.activation is None and biases == (None, None)
 
 
-def _codes(rows: Rows, weights: QuantizedWeights) -> kernels.Codes | None:
-    """Returns rows as the kernels for codes take them; None if they do not apply."""
-    return _row_codes(rows) if weights.format == "fp8_block128" else None
+def _fp8(rows: Rows, weights: QuantizedWeights) -> kernels.Fp8Rows | None:
+    """Returns rows as the fp8 kernels take them; None if they do not apply."""
+    return _fp8_rows(rows) if weights.format == "fp8_block128" else None
 
 
-def _row_codes(rows: Rows) -> kernels.Codes | None:
-    """Returns the codes of rows, with scales as kernels read them; None without any."""
+def _fp8_rows(rows: Rows) -> kernels.Fp8Rows | None:
+    """Returns quantised rows, with scales as kernels read them; None without any."""
     if rows.scales is None:
         return None
-    return kernels.Codes(rows.values, rows.scales.astype(jnp.float32))
+    return kernels.Fp8Rows(rows.values, rows.scales.astype(jnp.float32))
 
 
 def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
-    """Returns a matrix as the four-bit kernels read it; None if they do not."""
-    found = getattr(weights, f"{which}_turned")
+    """Returns a matrix as the mxfp4 kernels read it; None if they do not."""
+    found = getattr(weights, f"{which}_transposed")
     matrix = weights.shapes[which == "down"]
-    if found is not None or four_bits.shape(matrix) is None:
+    if found is not None or mxfp4.shape(matrix) is None:
         return found
-    return four_bits.tiles(getattr(weights, which), getattr(weights, f"{which}_scales"))
+    return mxfp4.tiles(getattr(weights, which), getattr(weights, f"{which}_scales"))
 
 
-def _four_bits(
+def _mxfp4(
     rows: Rows,
     weights: QuantizedWeights,
     which: Which,
     sizes: jax.Array,
-    gate_up: bool = False,
+    swiglu: bool = False,
 ) -> Callable[[Any], jax.Array] | None:
     """Returns a function that multiplies by "mxfp4"; it takes the result's dtype.
 
@@ -248,7 +267,7 @@ def _four_bits(
         weights: weights in "mxfp4".
         which: the matrix.
         sizes: int32 `[L]`.
-        gate_up: whether to apply SwiGLU.
+        swiglu: whether to apply SwiGLU; the matrix is then gate_up.
     """
     plain = rows.scales is None
     if plain and rows.values.dtype != jnp.bfloat16:
@@ -267,27 +286,34 @@ def _four_bits(
         if many and dtype == jnp.bfloat16:
             # The weights are exact in bfloat16, so both ways sum the same products.
             matrices = _decoded(weights, which)
-            if gate_up:
+            if swiglu:
                 split = matrices.reshape(weights.shapes[0])
                 return kernels.gate_up(rows.values, split, sizes, False)[0]
-            return kernels.rows(rows.values, matrices, sizes)
-        both = which == "gate_up" and not gate_up
-        columns = rest[-1] * (2 if both else 1)
-        out = kernels.four_bits(values, scales, tiles, sizes, columns, dtype, gate_up)
-        return four_bits.side_by_side(out) if both else out
+            return kernels.fprop(rows.values, matrices, sizes)
+        columns = rest[-1]
+        if swiglu:
+            return kernels.mxfp4_gate_up(values, scales, tiles, sizes, columns, dtype)
+        if which == "down":
+            return kernels.mxfp4_fprop(values, scales, tiles, sizes, columns, dtype)
+        out = kernels.mxfp4_fprop(values, scales, tiles, sizes, 2 * columns, dtype)
+        return mxfp4.side_by_side(out)
 
     return multiply
 
 
 def _decoded(weights: QuantizedWeights, which: Which) -> jax.Array:
     """Returns matrices in "mxfp4" as bfloat16, which is exact, gate and up merged."""
-    matrices = quantized.dequantize(weights, which).astype(jnp.bfloat16)
+    return _merged(quantized.dequantize(weights, which).astype(jnp.bfloat16))
+
+
+def _transposed(weights: QuantizedWeights, which: Which) -> jax.Array:
+    found = getattr(weights, f"{which}_transposed")
+    return quantized.transpose(getattr(weights, which)) if found is None else found
+
+
+def _merged(matrices: jax.Array) -> jax.Array:
+    """Merges gate and up of `[L, A, 2, B]`; `[L, A, B]` stays as it is."""
     return matrices.reshape(*matrices.shape[:2], -1)
-
-
-def _turned(weights: QuantizedWeights, which: Which) -> jax.Array:
-    found = getattr(weights, f"{which}_turned")
-    return quantized.turn(getattr(weights, which)) if found is None else found
 
 
 def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
@@ -320,7 +346,7 @@ def _partition(mesh: Any, given: Any, result: Any) -> Any:
 
 
 def _out_shardings(mesh: Any, shape: Any, spec: Any) -> tuple[NamedSharding, ...]:
-    """Returns the shardings of the codes, the scales and the turned codes."""
+    """Returns the shardings of the codes, the scales and the transposed codes."""
     units = {1: kernels.BLOCK, 3: kernels.BLOCK}
     whole = quantized.without_cuts(mesh, shape, spec, units)
     group, row, side, column = whole

@@ -1,7 +1,7 @@
-// Each block works on tiles of 128 columns and up to 32 rows of a group, along the whole contracted
-// dimension. One warp feeds stages in shared memory with weights and rows. Four others multiply 32
-// columns each; columns of the matrix are the rows of WarpMultiply's left operand. Several blocks
-// share a multiprocessor, because the instructions that decode wait for each other.
+// Each block works on tiles of 128 columns and up to 32 rows of a group, along all of K. A load
+// warp fills stages in shared memory with weights and rows. Four math warps multiply 32 columns
+// each; columns of the matrix are the rows of WarpMultiply's `a`. Several blocks share a
+// multiprocessor, because the instructions that decode wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -10,68 +10,68 @@
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/shared_memory.cuh"
-#include "cuda/matmul/four_bits.h"
 #include "cuda/matmul/group_pieces.cuh"
 #include "cuda/matmul/hopper.cuh"
-#include "cuda/matmul/units.cuh"
+#include "cuda/matmul/mxfp4.h"
+#include "cuda/matmul/scheduler.cuh"
 #include "cuda/matmul/warp_products.cuh"
 
 namespace jax_ep::cuda {
 
-inline constexpr int kFourBitMathWarps = 4;
-inline constexpr int kFourBitMathThreads = kFourBitMathWarps * kWarpSize;
-inline constexpr int kFourBitThreads = kFourBitMathThreads + kWarpSize;
-inline constexpr int kFourBitRowTiles = 4;  // of 8 rows
-inline constexpr int kFourBitRows = 8 * kFourBitRowTiles;
+inline constexpr int kMxfp4MathWarps = 4;
+inline constexpr int kMxfp4MathThreads = kMxfp4MathWarps * kWarpSize;
+inline constexpr int kMxfp4Threads = kMxfp4MathThreads + kWarpSize;
+inline constexpr int kMxfp4RowTiles = 4;  // of 8 rows
+inline constexpr int kMxfp4BlockM = 8 * kMxfp4RowTiles;
 inline constexpr int kAtomsOfStage = 4;
-inline constexpr int kStageSteps = kAtomsOfStage * kFourBitSteps;
-static_assert(kStageSteps == kFourBitAlign && kStageSteps == 128);  // as row scales are
-inline constexpr int kColumnTiles = 2;                              // per warp, of kFourBitRun
-inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kFourBitAtomBytes;
+inline constexpr int kMxfp4BlockK = kAtomsOfStage * kMxfp4AtomK;
+static_assert(kMxfp4BlockK == kMxfp4Align && kMxfp4BlockK == 128);  // as row scales are
+inline constexpr int kColumnTiles = 2;                              // per warp, of kMxfp4Run
+inline constexpr uint32_t kWeightBytes = kAtomsOfStage * kMxfp4AtomBytes;
 
 // Some rows of a group, and some columns of its matrix.
-struct FourBitTile {
+struct Mxfp4Tile {
   int32_t group;  // negative: no more tiles
   int32_t row;
   int32_t rows;
-  int32_t column_tile;
+  int32_t n_tile;
 };
 
 // Shared memory. kScaled: whether rows have scales.
 template <bool kScaled>
-struct FourBitLayout {
+struct Mxfp4Layout {
   // Per multiprocessor. Scales of rows take more registers.
   static constexpr int kBlocks = kScaled ? 3 : 4;
   static constexpr uint32_t kStages = 3;
-  static constexpr uint32_t kRowBytes = kStageSteps * 2;
+  static constexpr uint32_t kRowBytes = kMxfp4BlockK * 2;
   // What a lane reads of a row in an atom. Pieces are ordered by atom, tile and lane.
   static constexpr uint32_t kPieceBytes = 16;
   static constexpr uint32_t kStageBytes =
-      kWeightBytes + kAtomsOfStage * kFourBitRowTiles * kWarpSize * kPieceBytes;
+      kWeightBytes + kAtomsOfStage * kMxfp4RowTiles * kWarpSize * kPieceBytes;
   static constexpr uint32_t kBytes =
-      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(FourBitTile));
+      kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(Mxfp4Tile));
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
   // Returns where a lane's piece of a row is in a stage.
   __device__ static uint32_t PieceAt(int atom, int tile) {
-    return kWeightBytes + ((atom * kFourBitRowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
+    return kWeightBytes + ((atom * kMxfp4RowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
   }
 };
 
 template <bool kScaled>
-struct FourBitMemory {
-  using Layout = FourBitLayout<kScaled>;
+struct Mxfp4Memory {
+  using Layout = Mxfp4Layout<kScaled>;
 
   uint8_t* stages;
-  uint64_t* full;      // per stage: ends when weights and rows are there
-  uint64_t* free;      // per stage: ends when all math warps have read it
-  FourBitTile* tiles;  // per stage: the tile that it belongs to
+  uint64_t* full;    // per stage: ends when weights and rows are there
+  uint64_t* empty;   // per stage: ends when all math warps have read it
+  Mxfp4Tile* tiles;  // per stage: the tile that it belongs to
 
-  __device__ explicit FourBitMemory(uint8_t* memory)
+  __device__ explicit Mxfp4Memory(uint8_t* memory)
       : stages(memory),
         full(reinterpret_cast<uint64_t*>(memory + Layout::kStages * Layout::kStageBytes)),
-        free(full + Layout::kStages),
-        tiles(reinterpret_cast<FourBitTile*>(free + Layout::kStages)) {}
+        empty(full + Layout::kStages),
+        tiles(reinterpret_cast<Mxfp4Tile*>(empty + Layout::kStages)) {}
 };
 
 // Waits for the end of a phase, which depends only on this block's own copies and warps.
@@ -81,14 +81,14 @@ __device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
 }
 
 // Finds this block's tiles, one after the other. Called by a whole warp.
-class FourBitWalk {
+class Mxfp4Scheduler {
  public:
-  __device__ FourBitWalk(const FourBitStep& step, int32_t tile_rows, int32_t column_tiles)
-      : pieces_(step), tile_rows_(tile_rows), column_tiles_(column_tiles), next_(blockIdx.x) {
+  __device__ Mxfp4Scheduler(const Mxfp4Step& step, int32_t block_m, int32_t n_tiles)
+      : pieces_(step), block_m_(block_m), n_tiles_(n_tiles), next_(blockIdx.x) {
     Load();
   }
 
-  __device__ FourBitTile Next() {
+  __device__ Mxfp4Tile Next() {
     while (next_ >= pieces_.end()) {
       if (!pieces_.Advance()) return {-1, 0, 0, 0};
       Load();
@@ -96,21 +96,21 @@ class FourBitWalk {
     const GroupPiece tile = pieces_.Find(next_);
     // Tiles of the same columns follow each other, so that weights come from L2 after the first.
     const int32_t row_tiles = RowTiles(tile.size);
-    const int32_t row = tile.index % row_tiles * tile_rows_;
+    const int32_t row = tile.index % row_tiles * block_m_;
     next_ += gridDim.x;
-    return {tile.group, tile.start + row, Min(tile.size - row, tile_rows_), tile.index / row_tiles};
+    return {tile.group, tile.start + row, Min(tile.size - row, block_m_), tile.index / row_tiles};
   }
 
  private:
-  __device__ int32_t RowTiles(int32_t rows) const { return (rows + tile_rows_ - 1) / tile_rows_; }
+  __device__ int32_t RowTiles(int32_t rows) const { return (rows + block_m_ - 1) / block_m_; }
 
   __device__ void Load() {
-    pieces_.Load([&](int32_t, int32_t size) { return RowTiles(size) * column_tiles_; });
+    pieces_.Load([&](int32_t, int32_t size) { return RowTiles(size) * n_tiles_; });
   }
 
-  GroupPieces<FourBitStep> pieces_;
-  const int32_t tile_rows_;
-  const int32_t column_tiles_;
+  GroupPieces<Mxfp4Step> pieces_;
+  const int32_t block_m_;
+  const int32_t n_tiles_;
   uint32_t next_;
 };
 
@@ -159,29 +159,27 @@ __device__ __forceinline__ uint32_t TwoOfCodes(uint32_t word) {
   return (static_cast<uint32_t>(copies) | static_cast<uint32_t>(copies >> 32)) & (kSigns | kRest);
 }
 
-// ---- Feeding ------------------------------------------------------------------------------------
+// ---- Loading ------------------------------------------------------------------------------------
 
 // Called by a warp. After the last tile comes a stage that says that there are no more.
 template <bool kScaled>
-__device__ __forceinline__ void FeedFourBits(const FourBitStep& step, int32_t column_tiles,
-                                             const FourBitMemory<kScaled>& memory) {
-  using Layout = FourBitLayout<kScaled>;
-  const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
-  const int64_t row_bytes = step.left_columns * 2;
-  FourBitWalk walk(step, kFourBitRows, column_tiles);
+__device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles,
+                                          const Mxfp4Memory<kScaled>& memory) {
+  using Layout = Mxfp4Layout<kScaled>;
+  const int32_t k_blocks = static_cast<int32_t>(step.k / kMxfp4BlockK);
+  const int64_t row_bytes = step.k * 2;
+  Mxfp4Scheduler scheduler(step, kMxfp4BlockM, n_tiles);
   RingCursor<Layout::kStages> at;
   for (bool more = true; more;) {
-    const FourBitTile tile = walk.Next();
+    const Mxfp4Tile tile = scheduler.Next();
     more = tile.group >= 0;
-    const int64_t matrix =
-        static_cast<int64_t>(max(tile.group, 0)) * column_tiles + tile.column_tile;
-    const uint8_t* weights =
-        step.right + matrix * (step.left_columns / kFourBitSteps) * kFourBitAtomBytes;
-    const uint8_t* rows = static_cast<const uint8_t*>(step.left) +
+    const int64_t matrix = static_cast<int64_t>(max(tile.group, 0)) * n_tiles + tile.n_tile;
+    const uint8_t* weights = step.b + matrix * (step.k / kMxfp4AtomK) * kMxfp4AtomBytes;
+    const uint8_t* rows = static_cast<const uint8_t*>(step.a) +
                           (tile.row + Lane() / 4) * row_bytes + Lane() % 4 * Layout::kPieceBytes;
     JAX_EP_NO_UNROLL
-    for (int32_t part = 0; part < (more ? parts : 1); ++part, ++at.passed) {
-      AwaitStage(&memory.free[at.slot()], at.parity() ^ 1);
+    for (int32_t k_block = 0; k_block < (more ? k_blocks : 1); ++k_block, ++at.passed) {
+      AwaitStage(&memory.empty[at.slot()], at.parity() ^ 1);
       __syncwarp();
       uint8_t* stage = memory.stages + at.slot() * Layout::kStageBytes;
       if (IsElected()) {
@@ -192,7 +190,7 @@ __device__ __forceinline__ void FeedFourBits(const FourBitStep& step, int32_t co
       }
       // No bulk copies here: rows would take many short ones.
 #pragma unroll
-      for (int row_tile = 0; row_tile < kFourBitRowTiles; ++row_tile) {
+      for (int row_tile = 0; row_tile < kMxfp4RowTiles; ++row_tile) {
         if (8 * row_tile + Lane() / 4 >= tile.rows) break;
 #pragma unroll
         for (int atom = 0; atom < kAtomsOfStage; ++atom) {
@@ -211,17 +209,16 @@ __device__ __forceinline__ void FeedFourBits(const FourBitStep& step, int32_t co
 // ---- Multiplying --------------------------------------------------------------------------------
 
 template <int kRowTiles>
-using FourBitSums = float[kColumnTiles][kRowTiles][4];
+using Mxfp4Sums = float[kColumnTiles][kRowTiles][4];
 
 // Multiplies one atom with rows that are loaded. kTwo: whether its scales may need two factors.
 template <bool kTwo, int kRowTiles>
-__device__ __forceinline__ void MultiplyAtom(FourBitSums<kRowTiles>& sums,
-                                             const uint32_t (&words)[4],
+__device__ __forceinline__ void MultiplyAtom(Mxfp4Sums<kRowTiles>& sums, const uint32_t (&words)[4],
                                              const uint32_t (&rows)[kRowTiles][4],
                                              uint32_t scales) {
 #pragma unroll
   for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
-    uint32_t left[2][4];
+    uint32_t a[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t word = words[2 * column_tile + half];
@@ -232,15 +229,15 @@ __device__ __forceinline__ void MultiplyAtom(FourBitSums<kRowTiles>& sums,
         const CodeFactor factor(scales >> which * 8 & 0xFF);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          left[i / 2][i % 2 * 2 + half] =
+          a[i / 2][i % 2 * 2 + half] =
               MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
         }
       } else {
         const uint32_t factors = CodeFactor::OnlyOf(scales, 2 * column_tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          left[i / 2][i % 2 * 2 + half] = half == 0 ? MultiplyTwoBy<0>(codes_of[i], factors)
-                                                    : MultiplyTwoBy<1>(codes_of[i], factors);
+          a[i / 2][i % 2 * 2 + half] = half == 0 ? MultiplyTwoBy<0>(codes_of[i], factors)
+                                                 : MultiplyTwoBy<1>(codes_of[i], factors);
         }
       }
     }
@@ -248,20 +245,20 @@ __device__ __forceinline__ void MultiplyAtom(FourBitSums<kRowTiles>& sums,
     for (int k16 = 0; k16 < 2; ++k16) {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        const uint32_t right[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
-        WarpMultiply(sums[column_tile][tile], left[k16], right);
+        const uint32_t b[2] = {rows[tile][2 * k16], rows[tile][2 * k16 + 1]};
+        WarpMultiply(sums[column_tile][tile], a[k16], b);
       }
     }
   }
 }
 
 template <bool kTwo, int kRowTiles, bool kScaled>
-__device__ __forceinline__ void MultiplyAtoms(FourBitSums<kRowTiles>& sums, const uint8_t* stage,
+__device__ __forceinline__ void MultiplyAtoms(Mxfp4Sums<kRowTiles>& sums, const uint8_t* stage,
                                               const uint32_t (&scales)[kAtomsOfStage]) {
-  using Layout = FourBitLayout<kScaled>;
+  using Layout = Mxfp4Layout<kScaled>;
 #pragma unroll
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
-    const uint4 four = *reinterpret_cast<const uint4*>(stage + atom * kFourBitAtomBytes +
+    const uint4 four = *reinterpret_cast<const uint4*>(stage + atom * kMxfp4AtomBytes +
                                                        512 * Warp() + 16 * Lane());
     const uint32_t words[4] = {four.x, four.y, four.z, four.w};
     uint32_t rows[kRowTiles][4];
@@ -276,11 +273,11 @@ __device__ __forceinline__ void MultiplyAtoms(FourBitSums<kRowTiles>& sums, cons
 }
 
 template <int kRowTiles, bool kScaled>
-__device__ __forceinline__ void MultiplyStage(FourBitSums<kRowTiles>& sums, const uint8_t* stage) {
+__device__ __forceinline__ void MultiplyStage(Mxfp4Sums<kRowTiles>& sums, const uint8_t* stage) {
   uint32_t scales[kAtomsOfStage], any = 0;
 #pragma unroll
   for (int atom = 0; atom < kAtomsOfStage; ++atom) {
-    scales[atom] = *reinterpret_cast<const uint32_t*>(stage + atom * kFourBitAtomBytes + 2048 +
+    scales[atom] = *reinterpret_cast<const uint32_t*>(stage + atom * kMxfp4AtomBytes + 2048 +
                                                       Lane() / 4 * 16 + Warp() * 4);
     any |= scales[atom];
   }
@@ -299,7 +296,7 @@ template <int kRowTiles>
 struct RowScales {
   float scale[kRowTiles][2];
 
-  __device__ void Load(const FourBitStep& step, const FourBitTile& tile, int32_t block) {
+  __device__ void Load(const Mxfp4Step& step, const Mxfp4Tile& tile, int32_t k_block) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -307,14 +304,14 @@ struct RowScales {
         const int32_t row = 8 * i + 2 * (Lane() % 4) + j;
         // Rows past the last one have no results.
         const int64_t at = tile.row + Min(row, tile.rows - 1);
-        scale[i][j] = step.left_scales[at * (step.left_columns / 128) + block];
+        scale[i][j] = step.a_scales[at * (step.k / 128) + k_block];
       }
     }
   }
 };
 
 template <int kRowTiles>
-__device__ __forceinline__ void ScaleSums(FourBitSums<kRowTiles>& sums,
+__device__ __forceinline__ void ScaleSums(Mxfp4Sums<kRowTiles>& sums,
                                           const float (&factors)[kRowTiles][2]) {
 #pragma unroll
   for (auto& column_tile : sums) {
@@ -329,11 +326,10 @@ __device__ __forceinline__ void ScaleSums(FourBitSums<kRowTiles>& sums,
 }
 
 template <int kRowTiles, bool kScaled>
-__device__ __forceinline__ void MultiplyFourBitTile(FourBitSums<kRowTiles>& sums,
-                                                    const FourBitStep& step,
-                                                    const FourBitTile& tile,
-                                                    RingCursor<FourBitLayout<kScaled>::kStages>& at,
-                                                    const FourBitMemory<kScaled>& memory) {
+__device__ __forceinline__ void MultiplyMxfp4Tile(Mxfp4Sums<kRowTiles>& sums, const Mxfp4Step& step,
+                                                  const Mxfp4Tile& tile,
+                                                  RingCursor<Mxfp4Layout<kScaled>::kStages>& at,
+                                                  const Mxfp4Memory<kScaled>& memory) {
 #pragma unroll
   for (auto& column_tile : sums) {
 #pragma unroll
@@ -342,16 +338,16 @@ __device__ __forceinline__ void MultiplyFourBitTile(FourBitSums<kRowTiles>& sums
       for (float& sum : of_rows) sum = 0.0f;
     }
   }
-  const int32_t parts = static_cast<int32_t>(step.left_columns / kStageSteps);
+  const int32_t k_blocks = static_cast<int32_t>(step.k / kMxfp4BlockK);
   RowScales<kRowTiles> scales{}, next{};
   if constexpr (kScaled) {
     scales.Load(step, tile, 0);
     next = scales;
   }
   JAX_EP_NO_UNROLL
-  for (int32_t part = 0; part < parts; ++part, ++at.passed) {
+  for (int32_t k_block = 0; k_block < k_blocks; ++k_block, ++at.passed) {
     if constexpr (kScaled) {
-      // The factor is 1 where the scale stays the same, as it does in the first part.
+      // The factor is 1 where the scale stays the same, as it does in the first block of K.
       float factors[kRowTiles][2];
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -362,14 +358,14 @@ __device__ __forceinline__ void MultiplyFourBitTile(FourBitSums<kRowTiles>& sums
       }
       ScaleSums<kRowTiles>(sums, factors);
       scales = next;
-      if (part + 1 < parts) next.Load(step, tile, part + 1);
+      if (k_block + 1 < k_blocks) next.Load(step, tile, k_block + 1);
     }
     AwaitStage(&memory.full[at.slot()], at.parity());
     MultiplyStage<kRowTiles, kScaled>(
-        sums, memory.stages + at.slot() * FourBitLayout<kScaled>::kStageBytes);
+        sums, memory.stages + at.slot() * Mxfp4Layout<kScaled>::kStageBytes);
     __syncwarp();
-    // Release; pairs with the feeding warp's wait.
-    if (IsElected()) MbarrierArrive(&memory.free[at.slot()]);
+    // Release; pairs with the load warp's wait.
+    if (IsElected()) MbarrierArrive(&memory.empty[at.slot()]);
   }
   if constexpr (kScaled) ScaleSums<kRowTiles>(sums, scales.scale);
 }
@@ -377,21 +373,21 @@ __device__ __forceinline__ void MultiplyFourBitTile(FourBitSums<kRowTiles>& sums
 // ---- Storing ------------------------------------------------------------------------------------
 
 // Stores two neighbouring results.
-__device__ __forceinline__ void StoreTwo(const FourBitStep& step, int64_t row, int64_t column,
+__device__ __forceinline__ void StoreTwo(const Mxfp4Step& step, int64_t row, int64_t column,
                                          float low, float high) {
-  const int64_t at = row * step.columns + column;
+  const int64_t at = row * step.n + column;
   if (step.out_element == ElementType::kFloat32) {
-    *reinterpret_cast<uint2*>(static_cast<float*>(step.out) + at) =
+    *reinterpret_cast<uint2*>(static_cast<float*>(step.d) + at) =
         make_uint2(FloatBits(low), FloatBits(high));
   } else {
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(step.out) + at) =
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(step.d) + at) =
         RoundTwo<BFloat16>(low, high);
   }
 }
 
 // Stores one column tile of one row tile, from `column` on. A lane's sums are of one column; by an
 // exchange with its neighbour it gets two columns of one row.
-__device__ __forceinline__ void StoreSumsOf(const FourBitStep& step, const FourBitTile& tile,
+__device__ __forceinline__ void StoreSumsOf(const Mxfp4Step& step, const Mxfp4Tile& tile,
                                             int row_tile, int64_t column, const float (&sums)[4]) {
   const int odd = Lane() / 4 % 2;
   const int row = 8 * row_tile + Lane() % 4 * 2 + odd;
@@ -413,16 +409,16 @@ __device__ __forceinline__ float SwiGluOf(float gate, float up) {
 // ---- The kernel ---------------------------------------------------------------------------------
 
 template <int kRowTiles, bool kScaled, bool kGateUp>
-__device__ __forceinline__ void FourBitTileOf(const FourBitStep& step, const FourBitTile& tile,
-                                              RingCursor<FourBitLayout<kScaled>::kStages>& at,
-                                              const FourBitMemory<kScaled>& memory) {
-  FourBitSums<kRowTiles> sums;
-  MultiplyFourBitTile<kRowTiles, kScaled>(sums, step, tile, at, memory);
+__device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Tile& tile,
+                                            RingCursor<Mxfp4Layout<kScaled>::kStages>& at,
+                                            const Mxfp4Memory<kScaled>& memory) {
+  Mxfp4Sums<kRowTiles> sums;
+  MultiplyMxfp4Tile<kRowTiles, kScaled>(sums, step, tile, at, memory);
   if constexpr (kGateUp) {
     // The warp's first column tile is of gate, and the second of up.
     static_assert(kColumnTiles == 2);
     const int64_t column =
-        static_cast<int64_t>(tile.column_tile) * (kFourBitColumns / 2) + Warp() * kFourBitRun;
+        static_cast<int64_t>(tile.n_tile) * (kMxfp4BlockN / 2) + Warp() * kMxfp4Run;
 #pragma unroll
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
       float h[4];
@@ -435,8 +431,8 @@ __device__ __forceinline__ void FourBitTileOf(const FourBitStep& step, const Fou
     for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
 #pragma unroll
       for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
-        const int64_t column = static_cast<int64_t>(tile.column_tile) * kFourBitColumns +
-                               (Warp() * kColumnTiles + column_tile) * kFourBitRun;
+        const int64_t column = static_cast<int64_t>(tile.n_tile) * kMxfp4BlockN +
+                               (Warp() * kColumnTiles + column_tile) * kMxfp4Run;
         StoreSumsOf(step, tile, row_tile, column, sums[column_tile][row_tile]);
       }
     }
@@ -444,42 +440,42 @@ __device__ __forceinline__ void FourBitTileOf(const FourBitStep& step, const Fou
 }
 
 template <bool kScaled, bool kGateUp>
-__global__ void __launch_bounds__(kFourBitThreads, FourBitLayout<kScaled>::kBlocks)
-    FourBitKernel(const __grid_constant__ FourBitStep step) {
-  using Layout = FourBitLayout<kScaled>;
+__global__ void __launch_bounds__(kMxfp4Threads, Mxfp4Layout<kScaled>::kBlocks)
+    Mxfp4Kernel(const __grid_constant__ Mxfp4Step step) {
+  using Layout = Mxfp4Layout<kScaled>;
   constexpr int kSides = kGateUp ? 2 : 1;
-  const int32_t column_tiles = static_cast<int32_t>(step.columns * kSides / kFourBitColumns);
-  const FourBitMemory<kScaled> memory(SharedBytes());
+  const int32_t n_tiles = static_cast<int32_t>(step.n * kSides / kMxfp4BlockN);
+  const Mxfp4Memory<kScaled> memory(SharedBytes());
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < Layout::kStages; ++stage) {
       // One arrival for the bulk copy, and one for each lane's own copies.
       MbarrierInit(&memory.full[stage], 1 + kWarpSize);
-      MbarrierInit(&memory.free[stage], kFourBitMathWarps);
+      MbarrierInit(&memory.empty[stage], kMxfp4MathWarps);
     }
     FenceProxyAsyncShared();
   }
   __syncthreads();
-  if (Warp() == kFourBitMathWarps) {
-    FeedFourBits<kScaled>(step, column_tiles, memory);
+  if (Warp() == kMxfp4MathWarps) {
+    LoadMxfp4<kScaled>(step, n_tiles, memory);
     return;
   }
   RingCursor<Layout::kStages> at;
   while (true) {
     AwaitStage(&memory.full[at.slot()], at.parity());
-    const FourBitTile tile = memory.tiles[at.slot()];
+    const Mxfp4Tile tile = memory.tiles[at.slot()];
     if (tile.group < 0) break;
     switch ((tile.rows + 7) / 8) {
       case 1:
-        FourBitTileOf<1, kScaled, kGateUp>(step, tile, at, memory);
+        Mxfp4TileOf<1, kScaled, kGateUp>(step, tile, at, memory);
         break;
       case 2:
-        FourBitTileOf<2, kScaled, kGateUp>(step, tile, at, memory);
+        Mxfp4TileOf<2, kScaled, kGateUp>(step, tile, at, memory);
         break;
       case 3:
-        FourBitTileOf<3, kScaled, kGateUp>(step, tile, at, memory);
+        Mxfp4TileOf<3, kScaled, kGateUp>(step, tile, at, memory);
         break;
       default:
-        FourBitTileOf<4, kScaled, kGateUp>(step, tile, at, memory);
+        Mxfp4TileOf<4, kScaled, kGateUp>(step, tile, at, memory);
     }
   }
 }

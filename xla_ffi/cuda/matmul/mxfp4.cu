@@ -1,4 +1,4 @@
-#include "cuda/matmul/four_bits.cuh"
+#include "cuda/matmul/mxfp4.cuh"
 
 #include "cuda/common/launch.h"
 
@@ -7,23 +7,22 @@ namespace {
 
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
-bool Fits(const FourBitStep& step) {
-  const int64_t tile = step.gate_up ? kFourBitColumns / 2 : kFourBitColumns;
+bool Fits(const Mxfp4Step& step) {
+  const int64_t tile = step.gate_up ? kMxfp4BlockN / 2 : kMxfp4BlockN;
   const auto aligned = [](const void* pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
   };
-  return step.rows >= 0 && step.rows < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
-         step.left_columns > 0 && step.left_columns % kFourBitAlign == 0 &&
-         step.left_columns < kMostRows && step.columns > 0 && step.columns % tile == 0 &&
-         step.columns < kMostRows && step.out_element != ElementType::kFloat16 &&
-         aligned(step.left) && aligned(step.right) && aligned(step.out);
+  return step.m >= 0 && step.m < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
+         step.k > 0 && step.k % kMxfp4Align == 0 && step.k < kMostRows && step.n > 0 &&
+         step.n % tile == 0 && step.n < kMostRows && step.out_element != ElementType::kFloat16 &&
+         aligned(step.a) && aligned(step.b) && aligned(step.d);
 }
 
 // Calls `visit(kernel, shared bytes, blocks per multiprocessor)` for one kernel.
 template <bool kScaled, bool kGateUp, typename Visit>
 cudaError_t Visited(Visit visit) {
-  const auto kernel = FourBitKernel<kScaled, kGateUp>;
-  using Layout = FourBitLayout<kScaled>;
+  const auto kernel = Mxfp4Kernel<kScaled, kGateUp>;
+  using Layout = Mxfp4Layout<kScaled>;
   const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(Layout::kBytes));
@@ -38,7 +37,7 @@ cudaError_t VisitKernel(bool scaled, bool gate_up, Visit visit) {
 
 }  // namespace
 
-cudaError_t MultiplyFourBits(const FourBitStep& step, cudaStream_t stream) {
+cudaError_t MultiplyMxfp4(const Mxfp4Step& step, cudaStream_t stream) {
   if (!Fits(step)) return cudaErrorInvalidValue;
   int device = 0, major = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -50,15 +49,15 @@ cudaError_t MultiplyFourBits(const FourBitStep& step, cudaStream_t stream) {
   }
   if (error != cudaSuccess) return error;
   if (major < 9) return cudaErrorNotSupported;
-  if (step.rows == 0 || step.groups == 0) return cudaSuccess;
-  return VisitKernel(step.left_scales != nullptr, step.gate_up,
+  if (step.m == 0 || step.groups == 0) return cudaSuccess;
+  return VisitKernel(step.a_scales != nullptr, step.gate_up,
                      [&](auto kernel, uint32_t shared_bytes, int blocks) {
                        return Launch(kernel, dim3(static_cast<unsigned>(processors * blocks)),
-                                     kFourBitThreads, shared_bytes, stream, step);
+                                     kMxfp4Threads, shared_bytes, stream, step);
                      });
 }
 
-cudaError_t PreloadFourBitKernels() {
+cudaError_t PreloadMxfp4Kernels() {
   cudaError_t error = cudaSuccess;
   for (const bool scaled : {false, true}) {
     for (const bool gate_up : {false, true}) {

@@ -1,4 +1,4 @@
-// Products of few rows with 4-bit matrices (cuda/matmul/four_bits) on emulated GPUs against sums in
+// Matmuls of few rows by matrices in mxfp4 (cuda/matmul/mxfp4) on emulated GPUs against sums in
 // float64. Rows past the groups hold NaN and must not change. Takes the seed of its draws and their
 // number.
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #include "../cc/check.h"
 #include "asked.h"
-#include "cuda/matmul/four_bits.h"
+#include "cuda/matmul/mxfp4.h"
 #include "cuda_runtime.h"
 #include "formats/e4m3.h"
 #include "formats/numbers.h"
@@ -28,7 +28,7 @@ T* Made(int64_t count) {
 }
 
 struct Draws {
-  bool gate_up, codes, as_float;
+  bool gate_up, fp8, as_float;
   int64_t rows, k, columns;
   std::vector<int32_t> sizes;
   bool extremes;  // scales beyond a single bfloat16 factor, NaN among rows and scales
@@ -39,7 +39,7 @@ struct Draws {
 
 Draws Draw(Random& random) {
   Draws draws{};
-  draws.gate_up = random.OneIn(2), draws.codes = random.OneIn(2), draws.as_float = random.OneIn(2);
+  draws.gate_up = random.OneIn(2), draws.fp8 = random.OneIn(2), draws.as_float = random.OneIn(2);
   draws.extremes = random.OneIn(3);
   // Fewer or more units than a block has warps.
   draws.k = 128 * (random.OneIn(4) ? random.In(7, 18) : random.In(1, 4));
@@ -60,8 +60,8 @@ Draws Draw(Random& random) {
 }
 
 std::string Text(const Draws& draws) {
-  std::string text = draws.gate_up ? "gate_up" : "rows";
-  text += draws.codes ? " codes" : " bf16";
+  std::string text = draws.gate_up ? "gate_up" : "fprop";
+  text += draws.fp8 ? " fp8" : " bf16";
   text += draws.as_float ? " float32" : "";
   text += draws.extremes ? " extremes" : "";
   for (const int64_t size : {draws.rows, draws.k, draws.columns})
@@ -73,30 +73,30 @@ std::string Text(const Draws& draws) {
 
 struct Weights {
   uint8_t* laid;
-  std::vector<double> values;  // [L, K, sides, B]
+  std::vector<double> values;  // [L, K, sides, N]
 };
 
-// Random codes and scales, as four_bits.h lays them out.
+// Random codes and scales, as protocol/matmul_steps.h lays them out.
 Weights MadeWeights(Random& random, const Draws& draws) {
-  const int64_t sides = draws.sides(), b = draws.columns, k = draws.k;
-  const int64_t tiles = sides * b / kFourBitColumns, atoms = k / kFourBitSteps;
-  const int64_t bytes = draws.groups() * tiles * atoms * kFourBitAtomBytes;
+  const int64_t sides = draws.sides(), n = draws.columns, k = draws.k;
+  const int64_t tiles = sides * n / kMxfp4BlockN, atoms = k / kMxfp4AtomK;
+  const int64_t bytes = draws.groups() * tiles * atoms * kMxfp4AtomBytes;
   Weights weights{Made<uint8_t>(bytes), {}};
-  weights.values.resize(static_cast<size_t>(draws.groups() * k * sides * b));
+  weights.values.resize(static_cast<size_t>(draws.groups() * k * sides * n));
   std::memset(weights.laid, 0, static_cast<size_t>(bytes));
   for (int64_t at = 0; at < draws.groups() * tiles * atoms; ++at) {
-    uint8_t* atom = weights.laid + at * kFourBitAtomBytes;
+    uint8_t* atom = weights.laid + at * kMxfp4AtomBytes;
     const int64_t group = at / (tiles * atoms), tile = at / atoms % tiles;
-    for (int64_t c = 0; c < kFourBitColumns; ++c) {
+    for (int64_t c = 0; c < kMxfp4BlockN; ++c) {
       const int64_t m = c / 16, h = c / 8 % 2, r = c % 8;
       uint32_t scale = static_cast<uint32_t>(random.In(115, 128));
       if (draws.extremes && random.OneIn(8)) scale = static_cast<uint32_t>(random.In(100, 140));
       if (draws.extremes && random.OneIn(4000)) scale = 255;
       atom[2048 + 16 * r + 2 * m + h] = static_cast<uint8_t>(scale);
-      const int64_t run = c / kFourBitRun, side = run % sides;
+      const int64_t run = c / kMxfp4Run, side = run % sides;
       const int64_t column =
-          tile * (kFourBitColumns / sides) + run / sides * kFourBitRun + c % kFourBitRun;
-      for (int64_t i = 0; i < kFourBitSteps; ++i) {
+          tile * (kMxfp4BlockN / sides) + run / sides * kMxfp4Run + c % kMxfp4Run;
+      for (int64_t i = 0; i < kMxfp4AtomK; ++i) {
         const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
         constexpr int kPlaces[][4] = {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {14, 10, 11, 13}};
         const int64_t q = i / 8, place = i % 8 / 2;
@@ -109,8 +109,8 @@ Weights MadeWeights(Random& random, const Draws& draws) {
           word[byte] = static_cast<uint8_t>(word[byte] | bits >> 8 * byte);
         }
         const double value = (code & 8 ? -1.0 : 1.0) * double{kMagnitudes[code & 7]};
-        const int64_t step = at % atoms * kFourBitSteps + i;
-        weights.values[static_cast<size_t>(((group * k + step) * sides + side) * b + column)] =
+        const int64_t step = at % atoms * kMxfp4AtomK + i;
+        weights.values[static_cast<size_t>(((group * k + step) * sides + side) * n + column)] =
             scale == 255 ? std::nan("") : std::ldexp(value, static_cast<int>(scale) - 127);
       }
     }
@@ -137,62 +137,63 @@ About Sum(const Draws& draws, const std::vector<double>& row, const Weights& wei
 
 void Run(const Draws& draws, Random& random) {
   CurrentCase() = Text(draws);
-  const int64_t n = draws.rows, k = draws.k, b = draws.columns;
-  FourBitStep step{};
+  const int64_t m = draws.rows, k = draws.k, n = draws.columns;
+  Mxfp4Step step{};
   step.gate_up = draws.gate_up;
   step.out_element = draws.as_float ? ElementType::kFloat32 : ElementType::kBFloat16;
-  step.rows = n, step.groups = draws.groups(), step.left_columns = k, step.columns = b;
+  step.m = m, step.groups = draws.groups(), step.k = k, step.n = n;
   int32_t* sizes = Made<int32_t>(draws.groups());
   std::copy(draws.sizes.begin(), draws.sizes.end(), sizes);
   step.sizes = sizes;
   std::vector<int64_t> starts = {0};
   for (const int32_t size : draws.sizes) {
-    starts.push_back(std::min(n, starts.back() + std::max(size, 0)));
+    starts.push_back(std::min(m, starts.back() + std::max(size, 0)));
   }
   const Weights weights = MadeWeights(random, draws);
-  step.right = weights.laid;
-  uint8_t* left = Made<uint8_t>(n * k * 2);
-  float* scales = draws.codes ? Made<float>(n * k / 128) : nullptr;
-  std::vector<std::vector<double>> rows(static_cast<size_t>(n));
-  for (int64_t row = 0; row < n; ++row) {
+  step.b = weights.laid;
+  uint8_t* a = Made<uint8_t>(m * k * 2);
+  float* scales = draws.fp8 ? Made<float>(m * k / 128) : nullptr;
+  std::vector<std::vector<double>> rows(static_cast<size_t>(m));
+  for (int64_t row = 0; row < m; ++row) {
     const bool nan = row >= starts.back() || (draws.extremes && random.OneIn(20));
-    for (int64_t block = 0; draws.codes && block < k / 128; ++block) {
+    for (int64_t block = 0; draws.fp8 && block < k / 128; ++block) {
       const float scale = std::ldexp(1.0f + static_cast<float>(random.In(0, 99)) / 100,
                                      static_cast<int>(random.In(-12, 0)));
       scales[row * (k / 128) + block] = nan ? std::nanf("") : scale;
     }
     for (int64_t i = 0; i < k; ++i) {
       double value;
-      if (draws.codes) {
+      if (draws.fp8) {
         const uint8_t code =
             static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
         const BFloat16 element = FromFloat<BFloat16>(E4M3::Decode(code));  // exact
-        std::memcpy(left + (row * k + i) * 2, &element, 2);
+        std::memcpy(a + (row * k + i) * 2, &element, 2);
         value = double{E4M3::Decode(code)} * scales[row * (k / 128) + i / 128];
       } else {
         const float drawn = static_cast<float>(random.In(-1000, 1000)) / 256;
         const BFloat16 element = nan ? BFloat16{0x7FC0} : FromFloat<BFloat16>(drawn);
-        std::memcpy(left + (row * k + i) * 2, &element, 2);
+        std::memcpy(a + (row * k + i) * 2, &element, 2);
         value = double{ToFloat(element)};
       }
       rows[static_cast<size_t>(row)].push_back(value);
     }
   }
-  step.left = left, step.left_scales = scales;
+  step.a = a, step.a_scales = scales;
   const int64_t bytes = draws.as_float ? 4 : 2;
-  uint8_t* out = Made<uint8_t>(n * b * bytes);
-  const std::vector<uint8_t> before(out, out + n * b * bytes);
-  step.out = out;
+  uint8_t* d = Made<uint8_t>(m * n * bytes);
+  const std::vector<uint8_t> before(d, d + m * n * bytes);
+  step.d = d;
   cudaStream_t stream;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
-  CHECK(cuda::MultiplyFourBits(step, stream) == cudaSuccess);
+  CHECK(cuda::MultiplyMxfp4(step, stream) == cudaSuccess);
   CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
-  const int64_t held = starts.back();
-  CHECK(std::equal(before.begin() + held * b * bytes, before.end(), out + held * b * bytes));
+  const int64_t grouped_rows = starts.back();
+  CHECK(std::equal(before.begin() + grouped_rows * n * bytes, before.end(),
+                   d + grouped_rows * n * bytes));
   for (int64_t group = 0; group < draws.groups(); ++group) {
     for (int64_t row = starts[static_cast<size_t>(group)];
          row < starts[static_cast<size_t>(group) + 1]; ++row) {
-      for (int64_t column = 0; column < b; ++column) {
+      for (int64_t column = 0; column < n; ++column) {
         const auto& values = rows[static_cast<size_t>(row)];
         About want = Sum(draws, values, weights, group, 0, column);
         if (draws.gate_up) {
@@ -206,11 +207,11 @@ void Run(const Draws& draws, Random& random) {
         double got;
         if (draws.as_float) {
           float value;
-          std::memcpy(&value, out + (row * b + column) * 4, 4);
+          std::memcpy(&value, d + (row * n + column) * 4, 4);
           got = value;
         } else {
           BFloat16 value;
-          std::memcpy(&value, out + (row * b + column) * 2, 2);
+          std::memcpy(&value, d + (row * n + column) * 2, 2);
           got = ToFloat(value);
         }
         const double rounding = std::fabs(want.value) * (draws.as_float ? kUlp : 0x1p-8);
@@ -232,9 +233,9 @@ void Run(const Draws& draws, Random& random) {
 int Main(int argc, char** argv) {
   const auto [only, seed, draws] = Asked(argc, argv, 16);
   Random random(seed);
-  CHECK(cuda::PreloadFourBitKernels() == cudaSuccess);
+  CHECK(cuda::PreloadMxfp4Kernels() == cudaSuccess);
   for (int64_t i = 0; i < draws; ++i) Run(Draw(random), random);
-  std::printf("%lld matmuls of four bits: right\n", static_cast<long long>(draws));
+  std::printf("%lld matmuls in mxfp4: right\n", static_cast<long long>(draws));
   return 0;
 }
 

@@ -1,13 +1,12 @@
-// Which tiles of a result a cluster computes, in which order, and how its two blocks share
-// operands.
+// The tile scheduler: which tiles of D a cluster computes, in which order, and how its two blocks
+// share operands.
 //
-// A unit is what both blocks of a cluster do together. It has two row tiles with the same columns,
-// and each block loads half of the right operand for both; or it has one row tile and two column
-// tiles, and each block loads half of the left operand for both. Tails of up to kHalfRows rows are
-// units of their own, with one warpgroup per block. Clusters take tails and other units in turns, a
-// group's tails after its other units, when part of the right operand may still be in L2. The two
-// kinds are dealt out from opposite ends of the clusters, so that clusters with one unit more of
-// one kind have one less of the other.
+// A unit is what both blocks of a cluster do together: two tiles, one per block. Either they have
+// the same columns, and each block loads half of B for both; or they have the same rows, and each
+// block loads half of A for both. Tails of up to kHalfBlockM rows are units of their own, with one
+// warpgroup per block. Clusters take tails and other units in turns, a group's tails after its
+// other units, when part of B may still be in L2. The two kinds are dealt out from opposite ends of
+// the clusters, so that clusters with one unit more of one kind have one less of the other.
 #pragma once
 
 #include <cstdint>
@@ -18,65 +17,67 @@
 
 namespace jax_ep::cuda {
 
-inline constexpr int kTileRows = 128;
-inline constexpr int kHalfRows = 64;
-inline constexpr int kTileColumns = 256;  // at most, of all sides together
+// Rows and columns of a tile.
+inline constexpr int kBlockM = 128;
+inline constexpr int kHalfBlockM = 64;
+inline constexpr int kMostBlockN = 256;  // of all sides together
 
-enum class Sharing : int32_t { kRight, kLeft, kLeftHalf };
+// What the blocks of a cluster share.
+enum class Sharing : int32_t { kB, kA, kAHalf };
 
 // One block's part of a unit.
 struct Tile {
   int32_t group;
-  int32_t row;         // the first row of N, or in kOuter of the group's matrix
-  int32_t rows;        // up to kTileRows
+  int32_t row;         // the first one, of M or in kWgrad of the group's matrix
+  int32_t rows;        // up to kBlockM
   int32_t column;      // the first column of each side; past the last one there is nothing to do
-  int32_t steps;       // of the contracted dimension; negative: no more tiles
-  int32_t first;       // kOuter: the first row of N to sum over
-  int32_t contracted;  // kOuter: how many rows to sum over
+  int32_t k_blocks;    // blocks of the contracted dimension; negative: no more tiles
+  int32_t first;       // kWgrad: the first row of M to sum over
+  int32_t contracted;  // kWgrad: how many rows to sum over
   Sharing sharing;
   uint32_t warpgroup;  // of a half: which multiplies; they take turns, so one can write meanwhile
   uint32_t stage;      // how many stages the block's earlier tiles went through
 
-  __device__ bool half() const { return sharing == Sharing::kLeftHalf; }
+  __device__ bool half() const { return sharing == Sharing::kAHalf; }
 };
 
 // What the units are made from.
-struct UnitPlan {
+struct SchedulerArguments {
   const int32_t* sizes;
   int32_t groups;
-  int32_t rows;          // N
-  int32_t outer_rows;    // kOuter: of each result matrix
-  int32_t column_tiles;  // of a result matrix
-  int32_t tile_columns;  // of a side
-  int32_t steps;         // except in kOuter
+  int32_t m;
+  int32_t d_rows;    // kWgrad: rows of each group's matrix in D
+  int32_t n_tiles;   // tiles that have the same rows
+  int32_t block_n;   // columns of a tile, of each side
+  int32_t k_blocks;  // except in kWgrad
 };
 
 // Finds the units of this block's cluster, one after the other. With kFew all tiles are halves, of
-// up to kHalfRows rows. All methods are called by a whole warp.
-template <bool kOuter, bool kFew>
-class UnitWalk {
+// up to kHalfBlockM rows. All methods are called by a whole warp.
+template <bool kWgrad, bool kFew>
+class TileScheduler {
  public:
-  __device__ UnitWalk(const UnitPlan& plan, uint32_t step_rows)
-      : plan_(plan),
-        whole_pieces_(plan),
-        half_pieces_(plan),
-        step_rows_(step_rows),
+  __device__ TileScheduler(const SchedulerArguments& arguments, uint32_t block_k)
+      : arguments_(arguments),
+        whole_pieces_(arguments),
+        half_pieces_(arguments),
+        block_k_(block_k),
         clusters_(gridDim.x / 2),
         whole_(blockIdx.x / 2),
         half_(clusters_ - 1 - whole_) {}
 
-  // Returns the next tile, with negative steps if there is none.
+  // Returns the next tile, with negative k_blocks if there is none.
   __device__ Tile Next() {
     Tile tile{};
-    tile.steps = -1;
+    tile.k_blocks = -1;
     bool has_whole, has_half;
     while (true) {
       if (stale_) {
         whole_pieces_.Load([&](int32_t group, int32_t size) {
-          return group < plan_.groups ? WholeUnits(RowsOf(size)) : 0;
+          return group < arguments_.groups ? WholeUnits(RowsOf(size)) : 0;
         });
         half_pieces_.Load([&](int32_t group, int32_t size) {
-          return group < plan_.groups ? HalfUnits(RowsOf(size)) : 0;
+          return group < arguments_.groups ? HalfUnits(RowsOf(size)) : 0;
         });
         stale_ = false;
       }
@@ -99,23 +100,23 @@ class UnitWalk {
     Place(tile, unit, is_half);
     tile.warpgroup = taken_++ % 2;
     tile.stage = stage_;
-    stage_ += static_cast<uint32_t>(tile.steps);
+    stage_ += static_cast<uint32_t>(tile.k_blocks);
     return tile;
   }
 
  private:
   __device__ static int32_t Whole(int32_t rows) {
-    return kFew ? 0 : rows / kTileRows + (rows % kTileRows > kHalfRows);
+    return kFew ? 0 : rows / kBlockM + (rows % kBlockM > kHalfBlockM);
   }
   __device__ static int32_t Halves(int32_t rows) {
-    if (kFew) return (rows + kHalfRows - 1) / kHalfRows;
-    return rows % kTileRows != 0 && rows % kTileRows <= kHalfRows;
+    if (kFew) return (rows + kHalfBlockM - 1) / kHalfBlockM;
+    return rows % kBlockM != 0 && rows % kBlockM <= kHalfBlockM;
   }
-  __device__ int32_t RowsOf(int32_t size) const { return kOuter ? plan_.outer_rows : size; }
-  __device__ int32_t ColumnPairs() const { return (plan_.column_tiles + 1) / 2; }
+  __device__ int32_t RowsOf(int32_t size) const { return kWgrad ? arguments_.d_rows : size; }
+  __device__ int32_t ColumnPairs() const { return (arguments_.n_tiles + 1) / 2; }
   __device__ int32_t WholeUnits(int32_t rows) const {
     const int32_t whole = Whole(rows);
-    return whole / 2 * plan_.column_tiles + whole % 2 * ColumnPairs();
+    return whole / 2 * arguments_.n_tiles + whole % 2 * ColumnPairs();
   }
   __device__ int32_t HalfUnits(int32_t rows) const { return Halves(rows) * ColumnPairs(); }
 
@@ -124,33 +125,33 @@ class UnitWalk {
     const int32_t rows = RowsOf(unit.size);
     const int32_t index = unit.index;
     const int32_t pairs = Whole(rows) / 2;
-    int32_t first, column_tile;  // the first row
-    if (!is_half && index < pairs * plan_.column_tiles) {
-      // Neighbouring clusters share columns, so that the right operand is read from L2.
-      tile.sharing = Sharing::kRight;
-      first = kTileRows * (2 * (index % pairs) + rank);
-      column_tile = index / pairs;
+    int32_t first, n_tile;  // the first row
+    if (!is_half && index < pairs * arguments_.n_tiles) {
+      // Neighbouring clusters share columns, so that B is read from L2.
+      tile.sharing = Sharing::kB;
+      first = kBlockM * (2 * (index % pairs) + rank);
+      n_tile = index / pairs;
     } else {
-      tile.sharing = is_half ? Sharing::kLeftHalf : Sharing::kLeft;
+      tile.sharing = is_half ? Sharing::kAHalf : Sharing::kA;
       const int32_t halves = kFew ? Halves(rows) : 1;
-      first = is_half && kFew ? kHalfRows * (index % halves)
-              : is_half       ? rows / kTileRows * kTileRows
-                              : kTileRows * 2 * pairs;
-      column_tile = 2 * (is_half ? index / halves : index - pairs * plan_.column_tiles) + rank;
+      first = is_half && kFew ? kHalfBlockM * (index % halves)
+              : is_half       ? rows / kBlockM * kBlockM
+                              : kBlockM * 2 * pairs;
+      n_tile = 2 * (is_half ? index / halves : index - pairs * arguments_.n_tiles) + rank;
     }
     tile.group = unit.group;
-    tile.row = (kOuter ? 0 : unit.start) + first;
-    tile.rows = min(rows - first, kFew ? kHalfRows : kTileRows);
-    tile.column = column_tile * plan_.tile_columns;
+    tile.row = (kWgrad ? 0 : unit.start) + first;
+    tile.rows = min(rows - first, kFew ? kHalfBlockM : kBlockM);
+    tile.column = n_tile * arguments_.block_n;
     tile.first = unit.start;
     tile.contracted = unit.size;
-    tile.steps = kOuter ? (unit.size + step_rows_ - 1) / step_rows_ : plan_.steps;
+    tile.k_blocks = kWgrad ? (unit.size + block_k_ - 1) / block_k_ : arguments_.k_blocks;
   }
 
-  const UnitPlan& plan_;
-  GroupPieces<UnitPlan> whole_pieces_;
-  GroupPieces<UnitPlan> half_pieces_;
-  const int32_t step_rows_;
+  const SchedulerArguments& arguments_;
+  GroupPieces<SchedulerArguments> whole_pieces_;
+  GroupPieces<SchedulerArguments> half_pieces_;
+  const int32_t block_k_;
   const uint32_t clusters_;
   // The next unit of each kind.
   uint32_t whole_;
@@ -166,20 +167,20 @@ struct TileRing {
   static constexpr uint32_t kWarps = 12;
 
   Tile tiles[kSlots];
-  uint64_t filled[kSlots];
-  uint64_t read[kSlots];
+  uint64_t full[kSlots];
+  uint64_t empty[kSlots];
   uint32_t taken[kWarps];  // by each warp
   uint32_t given_up;  // whether a thread of this block waited too long, so that results are wrong
 };
 
-inline constexpr uint32_t kWarpsOfMath = 8;
+inline constexpr uint32_t kMathWarps = 8;
 
 // Called by one thread.
 __device__ __forceinline__ void InitTileRing(TileRing& ring, uint32_t readers) {
   ring.given_up = 0;
   for (uint32_t slot = 0; slot < TileRing::kSlots; ++slot) {
-    MbarrierInit(&ring.filled[slot], 1);
-    MbarrierInit(&ring.read[slot], readers);
+    MbarrierInit(&ring.full[slot], 1);
+    MbarrierInit(&ring.empty[slot], readers);
   }
 }
 
@@ -213,23 +214,23 @@ __device__ __forceinline__ bool HasGivenUp(const TileRing& ring) {
   return __any_sync(kFullWarp, *static_cast<const volatile uint32_t*>(&ring.given_up) != 0);
 }
 
-// Finds all tiles of this block. Called by a whole warp.
-template <bool kOuter, bool kFew>
-__device__ __forceinline__ void FindTiles(const UnitPlan& plan, uint32_t step_rows,
-                                          TileRing& ring) {
-  UnitWalk<kOuter, kFew> walk(plan, step_rows);
+// Called by a whole warp.
+template <bool kWgrad, bool kFew>
+__device__ __forceinline__ void ScheduleTiles(const SchedulerArguments& arguments, uint32_t block_k,
+                                              TileRing& ring) {
+  TileScheduler<kWgrad, kFew> scheduler(arguments, block_k);
   RingCursor<TileRing::kSlots> at;
   for (bool more = true; more; ++at.passed) {
-    const Tile tile = walk.Next();
-    more = tile.steps >= 0;
-    Await(&ring.read[at.slot()], at.parity() ^ 1, &ring.given_up);
+    const Tile tile = scheduler.Next();
+    more = tile.k_blocks >= 0;
+    Await(&ring.empty[at.slot()], at.parity() ^ 1, &ring.given_up);
     // All lanes meet here: one that still waits might miss the phase's end once lane 0 has let the
     // readers go on.
     if (HasGivenUp(ring)) return;
     if (Lane() == 0) {
       ring.tiles[at.slot()] = tile;
       // Release; pairs with the wait in TileReader.
-      MbarrierArrive(&ring.filled[at.slot()]);
+      MbarrierArrive(&ring.full[at.slot()]);
     }
     __syncwarp();
   }
@@ -246,15 +247,15 @@ class TileReader {
 
   __device__ Tile Next() {
     const RingCursor<TileRing::kSlots> at{*taken()};
-    Await(&ring_.filled[at.slot()], at.parity(), &ring_.given_up);
+    Await(&ring_.full[at.slot()], at.parity(), &ring_.given_up);
     Tile tile = ring_.tiles[at.slot()];
     // All lanes have read the tile after this. If its wait was given up, nobody may have written
     // it.
-    if (HasGivenUp(ring_)) tile.steps = -1;
+    if (HasGivenUp(ring_)) tile.k_blocks = -1;
     if (Lane() == 0) {
       *taken() = at.passed + 1;
-      // Release; pairs with the wait in FindTiles.
-      MbarrierArrive(&ring_.read[at.slot()]);
+      // Release; pairs with the wait in ScheduleTiles.
+      MbarrierArrive(&ring_.empty[at.slot()]);
     }
     __syncwarp();
     return tile;
@@ -267,7 +268,7 @@ class TileReader {
             Uniform(tile.row),
             Uniform(tile.rows),
             Uniform(tile.column),
-            Uniform(tile.steps),
+            Uniform(tile.k_blocks),
             Uniform(tile.first),
             Uniform(tile.contracted),
             static_cast<Sharing>(Uniform(static_cast<uint32_t>(tile.sharing))),

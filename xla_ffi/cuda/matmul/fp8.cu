@@ -1,0 +1,10 @@
+// Matmuls of fp8.
+#include "cuda/matmul/launch.cuh"
+
+namespace jax_ep::cuda {
+
+JAX_EP_MATMUL(kFp8Matmul, void)
+JAX_EP_MATMUL(kFp8GateUp, void)
+JAX_EP_MATMUL(kFp8DownDgrad, void)
+
+}  // namespace jax_ep::cuda
