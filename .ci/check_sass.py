@@ -3,7 +3,7 @@
     check_sass.py FOLDER [NVDISASM]
 
 For each source, FOLDER has NAME.cubin and NAME.log, the output of `ptxas -v`. Without a
-disassembler only the logs are checked. A kernel with `Window` in its name is a window
+disassembler only the logs are checked. A kernel that takes a `WindowGroup` is a window
 kernel: other GPUs write what it reads. docs/protocol.md, "Memory order", has the
 reasons. A kernel with `Matmul` or `Matrices` in its name is a matmul kernel.
 """
@@ -44,7 +44,7 @@ PROXY_FENCE, SYSTEM_FENCE = r"FENCE\.VIEW\.ASYNC\.G\b", r"MEMBAR\.ALL\.SYS\b"
 
 # Kernels whose flags announce what they store into windows. Low-latency kernels send
 # cells instead.
-PUBLISHES = r"Window(Cached)?(Dispatch|Combine)?(Send)?Kernel"
+PUBLISHES = r"\d(Dispatch|DispatchCached|Combine)(Send)?Kernel"
 
 # (what a window kernel contains, what it must then contain as well, why)
 NEEDED = (
@@ -68,7 +68,7 @@ class Rule(NamedTuple):
     fence: str
     step: str
     words: str
-    of: str = "Window"  # a pattern for the names of the kernels it applies to
+    of: str = "WindowGroup"  # a pattern for the names of the kernels it applies to
     from_start: bool = False  # whether they begin as if after `since`
 
 

@@ -117,9 +117,11 @@ FLOW = Diagram(
     lines=3,
     boxes={
         "tokens": Box(0, 0, "data", "tokens [n, H]\ntopk_ids [n, K]"),
-        "pack": Box(1, 0, "step", "ep_pack\nroute and encode, one\nmessage per rank"),
+        "pack": Box(
+            1, 0, "step", "ep_dispatch_pack\nroute and encode, one\nmessage per rank"
+        ),
         "send": Box(2, 0, "wire", "exchange\nall_to_all"),
-        "unpack": Box(3, 0, "step", "ep_unpack\nplace by expert"),
+        "unpack": Box(3, 0, "step", "ep_dispatch_unpack\nplace by expert"),
         "rows": Box(4, 0, "data", "rows [N, H]\nby local expert"),
         "experts": Box(4, 1, "work", "experts\ngrouped matmuls"),
         "combine": Box(3, 1, "step", "ep_combine_pack\none row per message"),

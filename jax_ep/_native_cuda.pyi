@@ -19,7 +19,7 @@ def open_windows(
     num_sms: int,
     first_epoch: int,
     given: list[list[int]] | None = None,
-    far: tuple[list[list[int]], list[list[int]], list[int]] | None = None,
+    internode: tuple[list[list[int]], list[list[int]], list[int]] | None = None,
     by_fabric: bool = False,
 ) -> int: ...
 def given_windows_in_use() -> list[int]: ...

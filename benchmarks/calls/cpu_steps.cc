@@ -129,10 +129,10 @@ class Bench {
     // Rank 0 goes last, so that its own steps find its tables.
     for (int64_t source = kRanks - 1; source >= 0; --source) {
       DrawIds();
-      RunAll(StartPack());
+      RunAll(StartDispatchPack());
       std::memcpy(recv_.data() + source * region_, send_.data(), static_cast<size_t>(region_));
     }
-    RunAll(StartUnpack());
+    RunAll(StartDispatchUnpack());
   }
 
   // Must be called after DrawRouting.
@@ -160,8 +160,8 @@ class Bench {
     const auto sent = static_cast<int64_t>(packed.size());
     const auto received = static_cast<int64_t>(unpacked.size());
     std::vector<Measured> steps{
-        {"pack", T_, sent, kRowBytes, [this] { return StartPack(); }, std::move(packed)},
-        {"unpack", slots_read, received, kRowBytes, [this] { return StartUnpack(); },
+        {"pack", T_, sent, kRowBytes, [this] { return StartDispatchPack(); }, std::move(packed)},
+        {"unpack", slots_read, received, kRowBytes, [this] { return StartDispatchUnpack(); },
          std::move(unpacked)},
         {"combine_pack",
          received,
@@ -176,7 +176,7 @@ class Bench {
                          T_,
                          sent,
                          Format::PayloadBytes(kHidden, 2) + Format::ScaleBytes(kHidden),
-                         [this] { return StartPack<Format>(); },
+                         [this] { return StartDispatchPack<Format>(); },
                          {}});
       }
     });
@@ -212,18 +212,18 @@ class Bench {
   }
 
   template <typename Format = Bf16Format>
-  cpu::RowTask StartPack() {
-    return cpu::Pack<Format>({shape_, ElementType::kBFloat16, tokens_.data(), ids_.as<int32_t>(),
-                              weights_.as<float>(), &input_scale_, send_.data(),
-                              slot_of_.as<int32_t>(), position_.as<int32_t>(), &num_invalid_,
-                              nullptr});
+  cpu::RowTask StartDispatchPack() {
+    return cpu::DispatchPack<Format>({shape_, ElementType::kBFloat16, tokens_.data(),
+                                      ids_.as<int32_t>(), weights_.as<float>(), &input_scale_,
+                                      send_.data(), slot_of_.as<int32_t>(), position_.as<int32_t>(),
+                                      &num_invalid_, nullptr});
   }
-  cpu::RowTask StartUnpack() {
-    return cpu::Unpack<Bf16Format>(
+  cpu::RowTask StartDispatchUnpack() {
+    return cpu::DispatchUnpack<Bf16Format>(
         {{rows_.data(), nullptr, row_offsets_.as<int32_t>(), group_sizes_.as<int32_t>(),
           expert_counts_.as<int32_t>(), expert_ids_.as<int32_t>(), nullptr, src_info_.as<int32_t>(),
-          row_weights_.as<float>(), &num_dropped_, row_of_.as<int32_t>(), row_slot_.as<int32_t>(),
-          slot_counts_.as<int32_t>()},
+          router_weights_.as<float>(), &num_dropped_, row_of_.as<int32_t>(),
+          row_slot_.as<int32_t>(), slot_counts_.as<int32_t>()},
          shape_,
          false,
          ScaleLayout::kRows,
@@ -232,7 +232,7 @@ class Bench {
   }
   cpu::RowTask StartCombinePack() {
     return cpu::CombinePack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, false, 0,
-                             expert_out_.data(), row_weights_.as<float>(), nullptr,
+                             expert_out_.data(), router_weights_.as<float>(), nullptr,
                              row_of_.as<int32_t>(), slot_counts_.as<int32_t>(),
                              combine_send_.data()});
   }
@@ -256,7 +256,7 @@ class Bench {
   Memory send_{kRanks * region_}, recv_{kRanks * region_};
   Memory slot_of_{T_ * kTopK * 4}, position_{T_ * kTopK * 4};
   Memory rows_{rows_at_most_ * kRowBytes}, expert_out_{rows_at_most_ * kRowBytes};
-  Memory src_info_{rows_at_most_ * 12}, row_weights_{rows_at_most_ * 4};
+  Memory src_info_{rows_at_most_ * 12}, router_weights_{rows_at_most_ * 4};
   Memory row_slot_{rows_at_most_ * 4}, row_of_{kRanks * T_ * kTopK * 4};
   Memory row_offsets_{kExperts * 4}, group_sizes_{kExperts * 4}, expert_counts_{kExperts * 4};
   Memory expert_ids_{kExperts * 4}, slot_counts_{kRanks * 4}, row_base_{kExperts * 4};

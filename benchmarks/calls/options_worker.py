@@ -57,7 +57,7 @@ def _combine(ep, name, rows, route, row_weights, weights, tokens):
 def _target(ep, op, name):
     """Returns the custom call that a program contains once per call."""
     if ep.transport != "p2p" or ep.config.skip_a2a:
-        return "ep_pack" if op == "dispatch" else "ep_combine_pack"
+        return "ep_dispatch_pack" if op == "dispatch" else "ep_combine_pack"
     return f"ep_{op}_send" if name in _IN_HALVES else f"ep_{op}"
 
 

@@ -29,13 +29,13 @@ from jax_ep._cli.bench import cuda, record
 
 KERNELS = (
     "window/dispatch",
-    "window/cached_dispatch",
+    "window/dispatch_cached",
     "window/combine",
     "low_latency/dispatch",
     "low_latency/combine",
     "window/dispatch_halves",
     "window/combine_send",
-    "window/combine_receive",
+    "window/combine_recv",
 )
 FLAGS = ("-O3", "-std=c++20", "-arch=sm_90", "--fmad=false", "--Werror=all-warnings")
 # The host computes the same sums as the GPUs, and must round as often.

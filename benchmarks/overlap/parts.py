@@ -19,8 +19,8 @@ from jax_ep._transport.base import Wire
 _COLLECTIVE = by_name("collective")
 
 _TARGETS = {
-    ("dispatch", "pack"): "ep_pack",
-    ("dispatch", "place"): "ep_unpack",
+    ("dispatch", "pack"): "ep_dispatch_pack",
+    ("dispatch", "place"): "ep_dispatch_unpack",
     ("combine", "pack"): "ep_combine_pack",
     ("combine", "place"): "ep_combine_unpack",
 }
@@ -43,11 +43,11 @@ def _pack(ep, op, *inputs):
 def _place(ep, op, arrived, rest, like):
     if op == "dispatch":
         scale = jnp.ones((1,), jnp.float32)
-        sent, _ = _COLLECTIVE.dispatch_receive(ep, (arrived, *rest), like, ())
+        sent, _ = _COLLECTIVE.dispatch_recv(ep, (arrived, *rest), like, ())
         return dispatching._dispatched(ep, like, scale, sent)
     wire = Wire(ep.config.combine_wire, by_entry=False)
     (sums,) = rest
-    return _COLLECTIVE.combine_receive(ep, arrived, sums, like, wire, ())[0]
+    return _COLLECTIVE.combine_recv(ep, arrived, sums, like, wire, ())[0]
 
 
 def _word(array):

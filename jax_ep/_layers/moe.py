@@ -206,7 +206,7 @@ def moe_ffn(
         d, shared = _dispatch_beside(*sent, input_scale, params, activation, zero_tail)
         beside = shared if beside is None else shared + beside
     else:
-        d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
+        d = dispatching.dispatch_routed(*sent, input_scale, None, zero_tail=zero_tail)
     with jax.named_scope("jax_ep.experts"):
         rows = expert_rows.apply(ep, d, params, x.shape[0], tp_axis, run, activation)
     scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
@@ -214,7 +214,7 @@ def moe_ffn(
         rows = columns.scatter(rows, tp_axis)
         if beside is not None:
             beside = columns.scatter(jnp.asarray(beside), tp_axis)
-    y = combining.return_routed(
+    y = combining.combine_routed(
         ep, rows, d.route, d.router_weights, beside, zero_tail=reads_tail
     )
     stats = (d.expert_counts, d.num_dropped, d.num_invalid)
@@ -313,7 +313,7 @@ def _dispatch_beside(
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
         # A single kernel cannot be split, and XLA overlaps its exchanges by itself.
-        d = dispatching.send_routed(*sent, input_scale, None, zero_tail=zero_tail)
+        d = dispatching.dispatch_routed(*sent, input_scale, None, zero_tail=zero_tail)
         return d, shared_expert()
     pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
     # Without the barrier XLA may run dispatch_wait first, and nothing overlaps.

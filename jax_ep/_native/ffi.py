@@ -95,7 +95,7 @@ def call(
     return arrays
 
 
-def call_aside(
+def call_on_stream(
     target: str, result: Any, *operands: jax.Array, **attributes: Any
 ) -> jax.Array:
     """Runs `call` on XLA's stream for collectives, beside work that does not need it.
@@ -111,9 +111,9 @@ def call_aside(
         (array,) = call(target, (result,), *operands, **attributes)
         return array
 
-    aside = compute_on(
+    on_stream = compute_on(
         run,
         compute_type="gpu_stream:collective",
         out_memory_spaces=jax.memory.Space.Device,
     )
-    return aside(*operands)
+    return on_stream(*operands)

@@ -201,7 +201,7 @@ def call(
     if one.table.packed:
         total = sum(math.prod(one.result(row).shape) for row in one.table.results)
         whole = struct(like, (1, total), jnp.int32)
-        return _RESULTS[target](ffi.call_aside(target, whole, *arrays, **values))
+        return _RESULTS[target](ffi.call_on_stream(target, whole, *arrays, **values))
     names = [row.name for row in one.table.operands]
     aliases = {
         names.index(row.in_place_of): i

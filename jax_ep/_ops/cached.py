@@ -1,8 +1,8 @@
 """Exchanges that reuse a route: the building blocks of reverse rules, and of `route=`.
 
-`send_cached` and `return_rows` are each other's transposes, so derivatives of any order
-work, and only the first exchange routes. The transpose of a dispatch is `return_rows`;
-the reverse rule of a combine uses `send_cached`.
+`dispatch_cached` and `return_rows` are each other's transposes, so derivatives of any
+order work, and only the first exchange routes. The transpose of a dispatch is
+`return_rows`; the reverse rule of a combine uses `dispatch_cached`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Sending(NamedTuple):
     zero_tail: bool
 
 
-def send_cached(
+def dispatch_cached(
     ep: EPHandle,
     route: Route,
     tokens: jax.Array,
@@ -48,29 +48,31 @@ def send_cached(
     # group.
     zero_tail = zero_tail or ep.config.expert_alignment > 1
     static = _Sending(ep.config.grad_wire_format, zero_tail)
-    return _SEND(ep, (route, tokens, weights), static)
+    return _DISPATCH_CACHED(ep, (route, tokens, weights), static)
 
 
-def send_unchanged(
+def dispatch_unchanged(
     ep: EPHandle, route: Route, tokens: jax.Array, weights: jax.Array | None
 ) -> Weighted:
-    """Sends like `send_cached`, but the tokens' own bits, whatever the formats."""
-    return _DISPATCH(ep, (route, tokens, weights), _Sending("bf16", zero_tail=True))
+    """Sends like `dispatch_cached`, but the tokens' own bits, whatever the formats."""
+    return _DISPATCH_UNCHANGED(
+        ep, (route, tokens, weights), _Sending("bf16", zero_tail=True)
+    )
 
 
 def return_rows(
-    ep: EPHandle, route: Route, rows: jax.Array, row_weights: jax.Array | None
+    ep: EPHandle, route: Route, rows: jax.Array, router_weights: jax.Array | None
 ) -> Weighted:
     """Sums rows `[N, H]` back to tokens `[n, H]`; returns weights `[N]` as `[n, K]`."""
-    return _RETURN(ep, (route, rows, row_weights), None)
+    return _RETURN(ep, (route, rows, router_weights), None)
 
 
-def return_weights(ep: EPHandle, route: Route, row_weights: jax.Array) -> jax.Array:
+def return_weights(ep: EPHandle, route: Route, router_weights: jax.Array) -> jax.Array:
     """Returns weights `[N]` as `[n, K]`, sent with rows of the fewest columns."""
     config = ep.config
     shape = (ep.recv_capacity, config.column_multiple)
-    none = tables.zeros(row_weights, shape, config.dtype)
-    weights = return_rows(ep, route, none, row_weights)[1]
+    none = tables.zeros(router_weights, shape, config.dtype)
+    weights = return_rows(ep, route, none, router_weights)[1]
     assert weights is not None
     return weights
 
@@ -83,17 +85,17 @@ def _route(ep: EPHandle, static: Any, args: Any, results: Any) -> Route:
     return args[0]
 
 
-def _run_send(
+def _run_dispatch(
     ep: EPHandle, static: _Sending, args: Any, after: Token
 ) -> tuple[Weighted, Token]:
     route, tokens, weights = args
-    (rows, row_weights), done = transport_of(ep).dispatch_cached(
+    (rows, router_weights), done = transport_of(ep).dispatch_cached(
         ep, route, tokens, weights, *static, after
     )
-    return (options.with_shared(ep, rows, tokens), row_weights), done
+    return (options.with_shared(ep, rows, tokens), router_weights), done
 
 
-def _transpose_send(
+def _transpose_dispatch(
     ep: EPHandle, static: _Sending, route: Route, cotangents: Any
 ) -> Any:
     return None, *return_rows(ep, route, *cotangents)
@@ -103,23 +105,25 @@ def _named(results: Weighted) -> Weighted:
     return jax.tree.map(lambda array: checkpoint_name(array, ROWS_NAME), results)
 
 
-_SEND = OrderedCall("combine", _run_send, _route, _transpose_send, like=_values)
-_DISPATCH = OrderedCall(
-    "dispatch", _run_send, _route, _transpose_send, like=_values, named=_named
+_DISPATCH_CACHED = OrderedCall(
+    "combine", _run_dispatch, _route, _transpose_dispatch, like=_values
+)
+_DISPATCH_UNCHANGED = OrderedCall(
+    "dispatch", _run_dispatch, _route, _transpose_dispatch, like=_values, named=_named
 )
 
 
 def _run_return(
     ep: EPHandle, static: None, args: Any, after: Token
 ) -> tuple[Weighted, Token]:
-    route, rows, row_weights = args
-    given = options.summed(ep, rows, route, weight_grads=row_weights)
+    route, rows, router_weights = args
+    given = options.summed(ep, rows, route, weight_grads=router_weights)
     wire = Wire(ep.config.grad_wire, by_entry=False, gradients=True)
     return transport_of(ep).combine(ep, *given, wire, after)
 
 
 def _transpose_return(ep: EPHandle, static: None, route: Route, cotangents: Any) -> Any:
-    return None, *send_cached(ep, route, *cotangents)
+    return None, *dispatch_cached(ep, route, *cotangents)
 
 
 _RETURN = OrderedCall("dispatch", _run_return, _route, _transpose_return, like=_values)

@@ -23,7 +23,7 @@ from jax_ep._core.types import Route
 from jax_ep._native.loader import cpu as native
 from jax_ep._ops import options
 from jax_ep._ops import pending as pendings
-from jax_ep._ops.cached import return_rows, send_cached
+from jax_ep._ops.cached import dispatch_cached, return_rows
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import OUT_NAME
@@ -94,10 +94,10 @@ def combine(
         ValueError, TypeError: while tracing, if an argument is not as described above,
             the call is outside shard_map, or `ep` is closed.
     """
-    return return_routed(ep, expert_out, route, router_weights, residual)
+    return combine_routed(ep, expert_out, route, router_weights, residual)
 
 
-def return_routed(
+def combine_routed(
     ep: EPHandle,
     expert_out: Any,
     route: Any,
@@ -163,7 +163,7 @@ def combine_wait(pending: Pending) -> jax.Array:
     """
     ep = pendings.awaited("combine_wait", "combine", pending)
     with checks.calling("combine_wait"):
-        y = _by_token(ep, _RECEIVE(ep, (pending.held, pending.ports), None))
+        y = _by_token(ep, _RECV(ep, (pending.held, pending.ports), None))
     pendings.closed(pending)
     return y
 
@@ -238,7 +238,7 @@ def _inputs(ep: EPHandle, args: CombineArgs) -> tuple[CombineInputs, SumInputs, 
         ep,
         args.expert_out,
         args.route,
-        row_weights=None if at_source else args.router_weights,
+        router_weights=None if at_source else args.router_weights,
         entry_weights=args.router_weights if at_source else None,
         residual=args.residual,
         by_entry=at_source,
@@ -273,16 +273,16 @@ def _cotangents(ep: EPHandle, zero_tail: bool, kept: Any, dy: jax.Array) -> Comb
     route, weighting, had_residual = kept
     dresidual = None if had_residual is None else dy
     if weighting is None:
-        rows, _ = send_cached(ep, route, dy, None, zero_tail)
+        rows, _ = dispatch_cached(ep, route, dy, None, zero_tail)
         return CombineArgs(rows, None, None, dresidual)
     router_weights, expert_out = weighting
     at_source = ep.config.reduce == "source"
     sent_weights = router_weights if at_source else None
-    rows, sent = send_cached(ep, route, dy, sent_weights, zero_tail)
-    row_weights: Any = sent if at_source else router_weights
+    rows, sent = dispatch_cached(ep, route, dy, sent_weights, zero_tail)
+    of_rows: Any = sent if at_source else router_weights
     # E and w may hold anything in padding, whose cotangents must be zero.
     real = route.row_slot >= 0
-    factor = jnp.where(real, row_weights, 0.0)
+    factor = jnp.where(real, of_rows, 0.0)
     if ep.config.fused_shared_expert:
         factor = jnp.where(options.shared_rows(ep, dy.shape[0]), 1.0, factor)
     back = rows_back if platform_of(ep.mesh) == "gpu" else rows_back_reference
@@ -333,17 +333,17 @@ _SEND = OrderedCall(
 )
 
 
-def _run_receive(
+def _run_recv(
     ep: EPHandle, static: None, halves: Any, after: Token
 ) -> tuple[jax.Array, Token]:
     (sent, sums), port = halves
     wire = Wire(ep.config.combine_wire, by_entry=ep.config.reduce == "source")
-    return split_transport_of(ep).combine_receive(ep, sent, sums, port, wire, after)
+    return split_transport_of(ep).combine_recv(ep, sent, sums, port, wire, after)
 
 
-_RECEIVE = OrderedCall(
+_RECV = OrderedCall(
     "combine_wait",
-    _run_receive,
+    _run_recv,
     lambda *_: None,
     lambda ep, static, kept, dy: (None, dy),
     like=lambda halves: jax.tree.leaves(halves[0])[0],

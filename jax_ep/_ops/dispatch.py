@@ -22,7 +22,7 @@ from jax_ep._core.types import Dispatched, Route
 from jax_ep._native import tables
 from jax_ep._ops import options
 from jax_ep._ops import pending as pendings
-from jax_ep._ops.cached import return_rows, return_weights, send_unchanged
+from jax_ep._ops.cached import dispatch_unchanged, return_rows, return_weights
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.pending import Pending
 from jax_ep._ops.remat import named_dispatch
@@ -96,10 +96,10 @@ def dispatch(
         with checks.calling("dispatch"):
             return _along(ep, tokens, router_weights, route, excluded)
     arguments = (tokens, topk_ids, router_weights, input_scale, token_scales)
-    return send_routed(ep, *arguments, zero_tail=ep.config.zero_tail)
+    return dispatch_routed(ep, *arguments, zero_tail=ep.config.zero_tail)
 
 
-def send_routed(
+def dispatch_routed(
     ep: EPHandle,
     tokens: Any,
     topk_ids: Any,
@@ -173,7 +173,7 @@ def dispatch_wait(pending: Pending) -> Dispatched:
     """
     ep = pendings.awaited("dispatch_wait", "dispatch", pending)
     with checks.calling("dispatch_wait"):
-        d = _RECEIVE(ep, (pending.held, pending.ports), None)
+        d = _RECV(ep, (pending.held, pending.ports), None)
     pendings.closed(pending)
     return d
 
@@ -287,14 +287,14 @@ def _along(
             function, "router_weights", weights, shape, "[n, top_k]", remedy
         )
     route, tokens, weights = checks.vary_together(ep, route, tokens, weights)
-    rows, row_weights = send_unchanged(ep, route, tokens, weights)
+    rows, weights = dispatch_unchanged(ep, route, tokens, weights)
     # Rows of the shared expert have the weight 1 in any case.
     source, _, k = jnp.split(route.src_info, 3, axis=1)
     ones = jnp.where(source[:, 0] >= 0, jnp.float32(1), jnp.float32(0))
-    if row_weights is None:
-        row_weights = ones
+    if weights is None:
+        weights = ones
     elif config.fused_shared_expert:
-        row_weights = jnp.where(k[:, 0] < 0, ones, row_weights)
+        weights = jnp.where(k[:, 0] < 0, ones, weights)
     groups = jnp.arange(ep.groups, dtype=jnp.int32) - config.fused_shared_expert
     _, groups = checks.vary_together(ep, rows, groups)
     return Dispatched(
@@ -305,7 +305,7 @@ def _along(
         expert_counts=route.expert_counts,
         expert_ids=groups,
         src_info=route.src_info,
-        router_weights=row_weights,
+        router_weights=weights,
         num_dropped=route.num_dropped,
         num_invalid=route.num_invalid,
         route=route,
@@ -394,24 +394,24 @@ _SEND = OrderedCall(
 )
 
 
-def _run_receive(
+def _run_recv(
     ep: EPHandle, static: None, halves: Any, after: Token
 ) -> tuple[Dispatched, Token]:
     (sent, input_scale), (port, _) = halves
     shape = (port.shape[0], ep.config.hidden_size)
     like = port if port.shape == shape else tables.zeros(port, shape, port.dtype)
-    arrived, done = split_transport_of(ep).dispatch_receive(ep, sent, like, after)
+    arrived, done = split_transport_of(ep).dispatch_recv(ep, sent, like, after)
     return _dispatched(ep, like, input_scale, arrived), done
 
 
-def _keep_received(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> Any:
+def _keep_recv(ep: EPHandle, static: None, halves: Any, d: Dispatched) -> Any:
     _, (tokens, weights) = halves
     # None or (), so that the structure alone says what takes gradients.
     given = _Given(weights is not None, tokens.shape[1] == 0)
     return d.route, [() if each else None for each in given[:2]]
 
 
-def _transpose_receive(
+def _transpose_recv(
     ep: EPHandle, static: None, kept: Any, cotangent: Dispatched
 ) -> Any:
     route, kept = kept
@@ -419,11 +419,11 @@ def _transpose_receive(
     return None, _cotangents(ep, given, route, cotangent)
 
 
-_RECEIVE = OrderedCall(
+_RECV = OrderedCall(
     "dispatch_wait",
-    _run_receive,
-    _keep_received,
-    _transpose_receive,
+    _run_recv,
+    _keep_recv,
+    _transpose_recv,
     like=lambda halves: jax.tree.leaves(halves[0])[0],
     named=named_dispatch,
     ordered=lambda ep: split_transport_of(ep).ordered,

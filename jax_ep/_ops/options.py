@@ -88,7 +88,7 @@ def summed(
     rows: jax.Array,
     route: Route,
     *,
-    row_weights: jax.Array | None = None,
+    router_weights: jax.Array | None = None,
     weight_grads: jax.Array | None = None,
     entry_weights: jax.Array | None = None,
     residual: jax.Array | None = None,
@@ -99,7 +99,7 @@ def summed(
     tables = entry_route(route) if by_entry else route
     n = route.slot_of.shape[0]
     return CombineInputs(
-        rows, row_weights, weight_grads, tables.row_of, tables.slot_counts
+        rows, router_weights, weight_grads, tables.row_of, tables.slot_counts
     ), SumInputs(
         entry_slots(route.slot_of) if by_entry else route.slot_of,
         entry_weights,

@@ -109,7 +109,7 @@ def awaited(function: str, kind: CallKind, pending: Pending) -> EPHandle:
     """Returns the handle of a per-rank call; raises if it cannot be waited on here."""
     ep = handle_of(function, kind, pending)
     checks.require_scope(function, ep)
-    wanted = split_transport_of(ep).held_rows(ep)
+    wanted = split_transport_of(ep).pending_rows(ep)
     held = jax.tree.leaves(pending.held)[0].shape[0]
     if held != wanted:
         raise errors.invalid(

@@ -55,7 +55,7 @@ def _call(cotangents: Any, expert_out: Any, weights: Any, row_slot: Any) -> Back
         {
             "cotangents": cotangents,
             "expert_out": expert_out,
-            "row_weights": weights,
+            "router_weights": weights,
             "row_slot": row_slot,
         },
         {},

@@ -177,7 +177,7 @@ class Heap:
         """
         own = windows.local_groups(groups, rendezvous.own)
         nodes = topology.of_groups(groups, config, self.hosts)
-        far, bundled = topology.several(nodes), topology.bundled(nodes, config)
+        internode, bundled = topology.several(nodes), topology.bundled(nodes, config)
         size = topology.window_bytes(config, nodes)
         # NVSHMEM waits for all processes without a limit. Each call therefore follows a
         # step of the rendezvous, so that all are here; if one dies just then, the time
@@ -206,7 +206,7 @@ class Heap:
         ]
         given, obstacle = self._reached(own, pes, block, config, rendezvous.own)
         kernels: list[int] = []
-        if far:
+        if internode:
             try:
                 limit_s = min(config.timeout_s / 2, rendezvous.apart_s())
                 kernels = self._bounded(self._module().kernels, limit_s)
@@ -226,7 +226,9 @@ class Heap:
             num_sms=config.num_sms or 0,
             first_epoch=native.FIRST_EPOCH if first_epoch is None else first_epoch,
             given=given,
-            far=self._far(own, pes, config, bundled, kernels) if far else None,
+            internode=self._internode(own, pes, config, bundled, kernels)
+            if internode
+            else None,
         )
         try:
             # Others must not store into this window before it is initialised.
@@ -236,7 +238,7 @@ class Heap:
             raise
         return size
 
-    def _far(
+    def _internode(
         self,
         groups: list[np.ndarray],
         pes: list[list[int]],

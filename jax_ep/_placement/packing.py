@@ -156,11 +156,11 @@ def _coldest_first(
 def _neighbours(copies: np.ndarray, shape: Shape) -> Iterator[np.ndarray]:
     """Yields numbers of copies in which one expert gives a copy to another."""
     most = max(shape.ranks, copies.max())
-    for giver, taker in itertools.permutations(range(len(copies)), 2):
-        if copies[giver] > 1 and copies[taker] < most:
+    for source, target in itertools.permutations(range(len(copies)), 2):
+        if copies[source] > 1 and copies[target] < most:
             changed = copies.copy()
-            changed[giver] -= 1
-            changed[taker] += 1
+            changed[source] -= 1
+            changed[target] += 1
             yield changed
 
 

@@ -66,14 +66,14 @@ class CombineInputs(NamedTuple):
 
     Attributes:
         expert_out: `[N, H]`.
-        row_weights: float32 `[N]`, factors of the rows, or None.
+        router_weights: float32 `[N]`, factors of the rows, or None.
         weight_grads: float32 `[N]`, sent along with the rows, unsummed, or None.
         row_of: int32 `[R, n, K]`, as in `Route`.
         slot_counts: int32 `[R]`, as in `Route`.
     """
 
     expert_out: jax.Array
-    row_weights: jax.Array | None
+    router_weights: jax.Array | None
     weight_grads: jax.Array | None
     row_of: jax.Array
     slot_counts: jax.Array
@@ -174,7 +174,7 @@ class Transport(abc.ABC):
         """
         raise NotImplementedError
 
-    def held_rows(self, ep: EPHandle) -> int:
+    def pending_rows(self, ep: EPHandle) -> int:
         """Returns the size of dimension 0 of a first half's result on one rank."""
         return 1
 
@@ -191,10 +191,10 @@ class Transport(abc.ABC):
     def dispatch_send(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
     ) -> tuple[Any, Token]:
-        """Runs the first half of `dispatch`; the result goes to `dispatch_receive`."""
+        """Runs the first half of `dispatch`; the result goes to `dispatch_recv`."""
 
     @abc.abstractmethod
-    def dispatch_receive(
+    def dispatch_recv(
         self, ep: EPHandle, sent: Any, like: jax.Array, after: Token
     ) -> tuple[Arrived, Token]:
         """Runs the second half of `dispatch`; `like` is shaped as the tokens."""
@@ -235,10 +235,10 @@ class Transport(abc.ABC):
     def combine_send(
         self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
     ) -> tuple[Any, Token]:
-        """Runs the first half of `combine`; the result goes to `combine_receive`."""
+        """Runs the first half of `combine`; the result goes to `combine_recv`."""
 
     @abc.abstractmethod
-    def combine_receive(
+    def combine_recv(
         self,
         ep: EPHandle,
         sent: Any,

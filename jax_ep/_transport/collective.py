@@ -72,7 +72,7 @@ class Collective(Transport):
             return send
         return jax.lax.all_to_all(send, ep.axis_names, 0, 0, tiled=True)
 
-    def held_rows(self, ep: EPHandle) -> int:
+    def pending_rows(self, ep: EPHandle) -> int:
         """Returns the number of regions, one per source rank."""
         return ep.route_ranks
 
@@ -82,7 +82,7 @@ class Collective(Transport):
         """Packs, exchanges, unpacks; clears the tail if the config says so."""
         send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=False)
         sent = (self.exchange(ep, send), slot_of, num_invalid)
-        return self.dispatch_receive(ep, sent, inputs.like(ep), after)
+        return self.dispatch_recv(ep, sent, inputs.like(ep), after)
 
     def dispatch_send(
         self, ep: EPHandle, inputs: DispatchInputs, after: Token
@@ -107,7 +107,7 @@ class Collective(Transport):
             ep.groups,
         )
         packed = tables.call(
-            "ep_pack",
+            "ep_dispatch_pack",
             like,
             _with_regions(ep, region_bytes),
             {
@@ -127,14 +127,14 @@ class Collective(Transport):
         )
         return packed.send, packed.slot_of, packed.num_invalid
 
-    def dispatch_receive(
+    def dispatch_recv(
         self, ep: EPHandle, sent: Sent, like: jax.Array, after: Token
     ) -> tuple[Arrived, Token]:
         """Unpacks."""
         config = ep.config
         recv, slot_of, num_invalid = sent
         unpacked = tables.call(
-            "ep_unpack",
+            "ep_dispatch_unpack",
             like,
             dimensions(ep),
             {"recv": recv, "slot_of": slot_of, "num_invalid": num_invalid},
@@ -161,18 +161,18 @@ class Collective(Transport):
         """Packs, exchanges, unpacks; clears all rows without a token."""
         n, hidden = tokens.shape
         num_weights = 0 if weights is None else route.slot_of.shape[1]
-        region_bytes = ffi.native.cached_region_bytes(
+        region_bytes = ffi.native.dispatch_cached_region_bytes(
             wire, hidden, ep.config.element_bytes, n, num_weights
         )
         send = tables.call(
-            "ep_pack_cached",
+            "ep_dispatch_cached_pack",
             tokens,
             _with_regions(ep, region_bytes),
-            {"tokens": tokens, "weights": weights, "slot_of": route.slot_of},
+            {"tokens": tokens, "router_weights": weights, "slot_of": route.slot_of},
             {"key": ep.key, "site": site(), "format": wire},
         ).send
         unpacked = tables.call(
-            "ep_unpack_cached",
+            "ep_dispatch_cached_unpack",
             tokens,
             {},
             {
@@ -182,7 +182,7 @@ class Collective(Transport):
             },
             {"key": ep.key, "format": wire, "with_weights": weights is not None},
         )
-        return (unpacked.rows, unpacked.row_weights), after
+        return (unpacked.rows, unpacked.router_weights), after
 
     def combine(
         self,
@@ -226,7 +226,7 @@ class Collective(Transport):
             _with_regions(ep, region_bytes),
             {
                 "expert_out": expert_out,
-                "router_weights": rows.row_weights,
+                "router_weights": rows.router_weights,
                 "weight_grads": rows.weight_grads,
                 "row_of": rows.row_of,
                 "slot_counts": rows.slot_counts,
@@ -239,7 +239,7 @@ class Collective(Transport):
             },
         ).send
 
-    def combine_receive(
+    def combine_recv(
         self,
         ep: EPHandle,
         sent: jax.Array,

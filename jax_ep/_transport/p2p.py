@@ -103,7 +103,7 @@ class P2P(Transport):
         config = ep.config
         first = tuple(
             tables.call(
-                "ep_dispatch_send_aside" if _aside(ep) else "ep_dispatch_send",
+                "ep_dispatch_send_on_stream" if _on_stream(ep) else "ep_dispatch_send",
                 inputs.like(ep),
                 {},
                 _dispatch_operands(inputs, after),
@@ -120,7 +120,7 @@ class P2P(Transport):
         encoded = formats.is_quantized(config.dispatch_format)
         return (first, None if encoded else inputs.tokens), (first[-1],)
 
-    def dispatch_receive(
+    def dispatch_recv(
         self, ep: EPHandle, sent: Sent, like: jax.Array, after: Token
     ) -> tuple[Arrived, Token]:
         """Waits for rows and places them."""
@@ -129,10 +129,12 @@ class P2P(Transport):
         top_k = config.top_k + config.fused_shared_expert
         sizes = dimensions(ep) | {"n": like.shape[0], "K": top_k}
         _, slot_of, num_invalid = (
-            tables.unpack("ep_dispatch_send", first[0], sizes) if _aside(ep) else first
+            tables.unpack("ep_dispatch_send", first[0], sizes)
+            if _on_stream(ep)
+            else first
         )
         placed = tables.call(
-            "ep_dispatch_place",
+            "ep_dispatch_recv",
             like,
             sizes,
             {"pending": first[0], "tokens": own, "after": _one(after)},
@@ -164,7 +166,7 @@ class P2P(Transport):
             {},
             {
                 "tokens": tokens,
-                "weights": weights,
+                "router_weights": weights,
                 "slot_of": route.slot_of,
                 "row_of": route.row_of,
                 "row_slot": route.row_slot,
@@ -172,7 +174,7 @@ class P2P(Transport):
             },
             {"key": ep.key, "site": site(), "zero_tail": zero_tail, "format": wire},
         )
-        return (sent.rows, sent.row_weights), (sent.done,)
+        return (sent.rows, sent.router_weights), (sent.done,)
 
     def combine(
         self,
@@ -190,7 +192,7 @@ class P2P(Transport):
             {},
             {
                 "expert_out": rows.expert_out,
-                "router_weights": rows.row_weights,
+                "router_weights": rows.router_weights,
                 "weight_grads": rows.weight_grads,
                 "row_of": rows.row_of,
                 "slot_counts": rows.slot_counts,
@@ -216,12 +218,12 @@ class P2P(Transport):
         """Sums and sends."""
         first = tuple(
             tables.call(
-                "ep_combine_send_aside" if _aside(ep) else "ep_combine_send",
+                "ep_combine_send_on_stream" if _on_stream(ep) else "ep_combine_send",
                 rows.expert_out,
                 {},
                 {
                     "expert_out": rows.expert_out,
-                    "router_weights": rows.row_weights,
+                    "router_weights": rows.router_weights,
                     "row_of": rows.row_of,
                     "slot_counts": rows.slot_counts,
                     "after": _one(after),
@@ -236,7 +238,7 @@ class P2P(Transport):
         )
         return first, (first[-1],)
 
-    def combine_receive(
+    def combine_recv(
         self,
         ep: EPHandle,
         sent: First,
@@ -247,7 +249,7 @@ class P2P(Transport):
     ) -> tuple[jax.Array, Token]:
         """Waits for the sums of the expert ranks and adds them."""
         placed = tables.call(
-            "ep_combine_place",
+            "ep_combine_recv",
             like,
             {},
             {
@@ -320,7 +322,7 @@ def _dispatch_operands(
     }
 
 
-def _aside(ep: EPHandle) -> bool:
+def _on_stream(ep: EPHandle) -> bool:
     """Whether first halves run on XLA's stream for collectives.
 
     Those first halves have targets of their own, which are not captured, because in a

@@ -42,8 +42,8 @@ def choose(
     if found is None:
         return wanted
     # With skip_a2a nothing is exchanged, so do not load or start NVSHMEM.
-    far = requested == "auto" and not config.skip_a2a
-    if far and _puts_reach(mesh, groups, config, rendezvous):
+    may_put = requested == "auto" and not config.skip_a2a
+    if may_put and _puts_reach(mesh, groups, config, rendezvous):
         return "shmem"
     return instead(requested, found, rendezvous)
 

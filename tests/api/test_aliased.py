@@ -18,7 +18,7 @@ EXPERTS = RANKS * LOCAL_EXPERTS
 
 
 def route(ids: np.ndarray, aliases: dict[int, int] | None) -> list[np.ndarray]:
-    """slot_of, position and num_invalid of ep_pack."""
+    """slot_of, position and num_invalid of ep_dispatch_pack."""
     bytes_ = ffi.native.dispatch_region_bytes(
         "bf16", HIDDEN, 4, TOKENS, TOP_K, LOCAL_EXPERTS
     )
@@ -32,7 +32,7 @@ def route(ids: np.ndarray, aliases: dict[int, int] | None) -> list[np.ndarray]:
 
     def call(ids):
         return ffi.call(
-            "ep_pack",
+            "ep_dispatch_pack",
             results,
             jnp.ones((TOKENS, HIDDEN), jnp.float32),
             ids,

@@ -107,7 +107,7 @@ def test_an_exported_step_runs_in_another_process(tmp_path, quick_compiles):
 def test_targets_are_those_of_the_native_modules():
     found = jax_ep.custom_call_targets
     assert list(found) == sorted(set(found))
-    assert {"ep_init", "ep_pack", "ep_combine_unpack"} <= set(found)
+    assert {"ep_init", "ep_dispatch_pack", "ep_combine_unpack"} <= set(found)
     assert set(jax_ep._native.ffi.native.targets()) <= set(found)
 
 
@@ -130,7 +130,7 @@ def test_export_for_gpus_that_are_not_here(platforms):
     assert program.platforms == tuple(platforms)
     assert program.nr_devices == mesh.size
     text = program.mlir_module()
-    names = ["@ep_pack", "@ep_combine_unpack"]
+    names = ["@ep_dispatch_pack", "@ep_combine_unpack"]
     if mesh.size > 1:  # JAX leaves it out for a single rank
         names.append("all_to_all")
     assert all(name in text for name in names)

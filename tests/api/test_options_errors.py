@@ -106,5 +106,5 @@ def test_skip_a2a_exchanges_nothing() -> None:
         x = jnp.zeros((8, 16), jnp.bfloat16)
         ids = jnp.zeros((8, 3), jnp.int32)
         text = jax.jit(grad).lower(x, ids).compile().as_text()
-        assert "ep_pack" in text
+        assert "ep_dispatch_pack" in text
         assert "all-to-all" not in text

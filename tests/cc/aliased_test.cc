@@ -25,8 +25,9 @@ void TestAnyCall() {
     FuzzInput input(bytes.data(), bytes.size());
     aliased[number] += RunNumbered(input, number, {choice, random.OneIn(8)}) == choice;
   }
-  // ep_pack's ids share with slot_of or position, ep_combine_unpack's residual or shared rows with
-  // the output. In other calls an operand has a result's type only if its shape was changed.
+  // ep_dispatch_pack's ids share with slot_of or position, ep_combine_unpack's residual or shared
+  // rows with the output. In other calls an operand has a result's type only if its shape was
+  // changed.
   CHECK(aliased[0] > 400 && aliased[5] > 100);
 }
 
@@ -63,18 +64,18 @@ void TestRouteOverItsIds() {
     RouteTokens(shape, ids.as<int32_t>(), 0, shape.tokens, {slots.data(), rows.data()},
                 {slot_of, positions}, invalid);
     InvalidIdReport report{};
-    PackStep step{shape,
-                  ElementType::kFloat32,
-                  tokens.data(),
-                  ids.as<int32_t>(),
-                  weights.as<float>(),
-                  nullptr,
-                  send.data(),
-                  (over_slots ? ids : table).as<int32_t>(),
-                  (over_slots ? table : ids).as<int32_t>(),
-                  num_invalid.as<int32_t>(),
-                  &report};
-    const cpu::RowTask task = cpu::Pack<Bf16Format>(step);
+    DispatchPackStep step{shape,
+                          ElementType::kFloat32,
+                          tokens.data(),
+                          ids.as<int32_t>(),
+                          weights.as<float>(),
+                          nullptr,
+                          send.data(),
+                          (over_slots ? ids : table).as<int32_t>(),
+                          (over_slots ? table : ids).as<int32_t>(),
+                          num_invalid.as<int32_t>(),
+                          &report};
+    const cpu::RowTask task = cpu::DispatchPack<Bf16Format>(step);
     task.run(0, task.items);
     CHECK(std::memcmp(ids.data(), expected.data(), static_cast<size_t>(entries * 4)) == 0);
     CHECK(std::memcmp(table.data(), other.data(), static_cast<size_t>(entries * 4)) == 0);

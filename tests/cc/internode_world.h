@@ -95,7 +95,7 @@ class World : private InternodeRanks {
     const uint32_t surplus = call.places ? kNoRegion : SurplusRegion(state, setup_.depth);
     if (surplus == kNoRegion) return true;
     ReturnAll(r, call.kind, surplus, state.last_epoch[surplus]);
-    CommitReceive(state, {0, 0, surplus});
+    CommitRecv(state, {0, 0, surplus});
     return true;
   }
 
@@ -253,7 +253,7 @@ class World : private InternodeRanks {
       if (!PlaceFrom(r, source, call.kind, pending)) return false;
     }
     ReturnAll(r, call.kind, pending.region, pending.epoch);
-    CommitReceive(ranks_[r]->states[call.kind], {0, 0, pending.region});
+    CommitRecv(ranks_[r]->states[call.kind], {0, 0, pending.region});
     return true;
   }
 

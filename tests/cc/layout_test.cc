@@ -67,7 +67,7 @@ void TestFieldsForManySizes() {
                  {first.weight, top_k * 4, 4}},
                 first.bytes);
 
-    const auto cached = CachedDispatchMessage::Of(payload, scales, weights);
+    const auto cached = DispatchCachedMessage::Of(payload, scales, weights);
     CheckFields({{cached.payload, payload, 16},
                  {cached.scales, scales, 16},
                  {cached.weight, weights * 4, 16}},
@@ -80,7 +80,7 @@ void TestFieldsForManySizes() {
                 combine.bytes);
 
     const int64_t slots = random.In(0, 300);
-    const auto known = CachedRegion::Of(slots, cached.bytes);
+    const auto known = DispatchCachedRegion::Of(slots, cached.bytes);
     CheckFields(
         {{known.tag, 8, 4}, {known.sent, slots, 1}, {known.messages, slots * cached.bytes, 128}},
         known.bytes, 1);
@@ -106,14 +106,14 @@ void TestKnownOffsets() {
   // A payload with scales: 7168 bytes, one float32 for each 128.
   const auto scaled = DispatchMessage::Of(7168, 224, 8);
   CHECK(scaled.scales == 7168 && scaled.source_token == 7392 && scaled.bytes == 7552);
-  CHECK(CachedDispatchMessage::Of(7168, 224, 8).weight == 7392);
-  CHECK(CachedDispatchMessage::Of(7168, 224, 8).bytes == 7424);
+  CHECK(DispatchCachedMessage::Of(7168, 224, 8).weight == 7392);
+  CHECK(DispatchCachedMessage::Of(7168, 224, 8).bytes == 7424);
   // Scales end inside 16 bytes; what comes after them is copied separately.
   CHECK(DispatchMessage::Of(640, 20, 2).source_token == 672);
   CHECK(DispatchMessage::Of(640, 20, 2).expert == 676);
   CHECK(DispatchMessage::Of(640, 20, 2).bytes == 768);
-  CHECK(CachedDispatchMessage::Of(640, 20, 2).weight == 672);
-  CHECK(CachedDispatchMessage::Of(640, 20, 2).bytes == 768);
+  CHECK(DispatchCachedMessage::Of(640, 20, 2).weight == 672);
+  CHECK(DispatchCachedMessage::Of(640, 20, 2).bytes == 768);
   CHECK(CombineMessage::Of(14336, 0, 0).bytes == 14336);
   CHECK(CombineMessage::Of(14336, 0, 8).weight_grad == 14336);
 }

@@ -24,7 +24,7 @@ void TestTags() {
   std::set<std::pair<uint32_t, uint32_t>> seen;
   int64_t made = 0;
   for (int64_t key = 0; key < 8; ++key) {
-    for (const CallOp op : {CallOp::kDispatch, CallOp::kCachedDispatch, CallOp::kCombine}) {
+    for (const CallOp op : {CallOp::kDispatch, CallOp::kDispatchCached, CallOp::kCombine}) {
       for (int64_t bit = 0; bit < 63; ++bit) {
         // Keys and sites are 63 bits of a digest; here they differ in one bit.
         const int64_t key_bits = kKey ^ (int64_t{1} << key * 7), site = int64_t{1} << bit;
@@ -54,7 +54,7 @@ bool AllZero(const Buffer& buffer) {
 }
 
 void CheckNoDispatch(const Rank& rank, const Options& options) {
-  for (const Buffer* buffer : {&rank.rows, &rank.scales, &rank.row_weights, &rank.row_slot,
+  for (const Buffer* buffer : {&rank.rows, &rank.scales, &rank.router_weights, &rank.row_slot,
                                &rank.src_info, &rank.expert_ids, &rank.row_of, &rank.slot_of}) {
     CHECK(AllOnes(*buffer));
   }
@@ -140,14 +140,14 @@ void TestEveryRankIsTold() {
     }
 
     mix();
-    mixed.CachedDispatch();
+    mixed.DispatchCached();
     for (size_t i = 0; i < mixed.ranks.size(); ++i) {
       CHECK(AllOnes(mixed.ranks[i].cached_rows));
-      if (options.weights) CHECK(AllOnes(mixed.ranks[i].cached_row_weights));
+      if (options.weights) CHECK(AllOnes(mixed.ranks[i].cached_router_weights));
       TakeReport(mixed, i);
     }
     mend();
-    right.CachedDispatch(), mixed.CachedDispatch();
+    right.DispatchCached(), mixed.DispatchCached();
     for (size_t i = 0; i < mixed.ranks.size(); ++i) {
       CHECK(Same(right.ranks[i].cached_rows, mixed.ranks[i].cached_rows));
     }
@@ -183,7 +183,7 @@ void TestOtherOp() {
   }
   world.Dispatch();
   b.tag = RegionTag::Of(kKey, CallOp::kCombine, false, 99, 4096);
-  world.Pack(a);
+  world.DispatchPack(a);
   world.CombinePack(b);
   // Only the tags need to be exchanged; region lengths are up to the exchange.
   for (int64_t from = 0; from < 2; ++from) {
@@ -195,7 +195,7 @@ void TestOtherOp() {
     std::memcpy(b.recv.data() + from * world.CombineRegionBytes(),
                 world.ranks[size_t(from)].send.data(), static_cast<size_t>(kTagBytes));
   }
-  world.Unpack(a);
+  world.DispatchUnpack(a);
   world.CombineUnpack(b);
   CheckNoDispatch(a, options);
   CHECK(AllOnes(b.output));

@@ -25,9 +25,9 @@ void TestLeases() {
     CHECK(lease.previous == (epoch == 5 ? StartMark(4) : epoch - 1));
     CommitSend(state, lease);
     CHECK(LeaseRegion(state, 2, 2).region == kNoRegion);
-    CommitReceive(state, lease);
+    CommitRecv(state, lease);
   }
-  CommitReceive(state, held);
+  CommitRecv(state, held);
   const RegionLease back = LeaseRegion(state, 2, 2);
   CHECK(back.epoch == 8 && back.region == 0 && back.previous == 4);
 }
@@ -40,7 +40,7 @@ void TestTurns() {
       const RegionLease lease = LeaseRegion(state, 1, 3);
       CHECK(lease.epoch == epoch && lease.region == 0 && lease.previous == epoch - 1);
       CommitSend(state, lease);
-      CommitReceive(state, lease);
+      CommitRecv(state, lease);
     }
     for (uint32_t region = 0; region < 2; ++region) {
       CHECK(SurplusRegion(state, 3) == kNoRegion);
@@ -66,7 +66,7 @@ void TestPending() {
       CHECK((surplus == kNoRegion) == (i < 2));
       if (i < 2) continue;
       CHECK(surplus == calls[i - 2].region && state.last_epoch[surplus] == calls[i - 2].epoch);
-      CommitReceive(state, {0, 0, surplus});
+      CommitRecv(state, {0, 0, surplus});
     }
     for (uint32_t i = 0; i < 6; ++i) {
       const RegionLease lease = ResumeRegion(state, calls[i], 3);
@@ -79,7 +79,7 @@ void TestPending() {
       CHECK(ResumeRegion(state, wrong, 3).region == kNoRegion);
     }
     // A call ends only once.
-    CommitReceive(state, ResumeRegion(state, calls[4], 3));
+    CommitRecv(state, ResumeRegion(state, calls[4], 3));
     CHECK(ResumeRegion(state, calls[4], 3).region == kNoRegion);
     CHECK(ResumeRegion(state, calls[5], 3).region == calls[5].region);
   }

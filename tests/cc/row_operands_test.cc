@@ -32,7 +32,7 @@ CustomCall MadeCombineBack(ffi::DataType dtype, int64_t rows, int64_t hidden) {
   CustomCall made;
   made.Add("cotangents", dtype, {rows, hidden});
   made.Add("expert_out", dtype, {rows, hidden});
-  made.Add("row_weights", ffi::F32, {rows});
+  made.Add("router_weights", ffi::F32, {rows});
   made.Add("row_slot", ffi::S32, {rows});
   made.Add("-> to_rows", dtype, {rows, hidden});
   made.Add("-> to_weights", ffi::F32, {rows});
@@ -47,7 +47,7 @@ void TestCombineBack() {
     CHECK(step.element == element.element && step.rows == N && step.hidden == H);
     CHECK(step.cotangents != nullptr && step.to_rows == step.cotangents);
     CHECK(step.expert_out != nullptr && step.expert_out != step.cotangents);
-    CHECK(step.row_weights != nullptr && step.row_slot != nullptr && step.to_weights != nullptr);
+    CHECK(step.router_weights != nullptr && step.row_slot != nullptr && step.to_weights != nullptr);
     // The kernel reads the buffer that it writes, so it must be aliased.
     made.aliases.clear();
     CHECK(Refusal<CombineBackCall>(made) ==

@@ -164,7 +164,7 @@ class Exchange {
     if (self.thread != 0) return;
     if (block.call.sends) CommitSend(state, block.lease);
     if (!block.call.places && options_.gives_up) GiveUpSurplus(self);
-    if (block.call.places) CommitReceive(state, block.lease);
+    if (block.call.places) CommitRecv(state, block.lease);
     CHECK(self.rank().placed.exchange(0, std::memory_order_relaxed) == block.plan.receive_items);
     ++self.rank().calls_done;
   }
@@ -188,7 +188,7 @@ class Exchange {
       Window& window = source->windows[self.block.call.kind];
       ReturnCredit(memory_, &window.credits[self.rank().id][region], state.last_epoch[region]);
     }
-    CommitReceive(state, {0, 0, region});
+    CommitRecv(state, {0, 0, region});
   }
 
   static void Skew(uint64_t& noise) {

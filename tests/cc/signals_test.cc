@@ -72,7 +72,7 @@ void TestCredits() {
         CHECK(ClassifyCredit(lease.epoch + 1, lease) == Observation::kProtocolError);
         CHECK(ClassifyCredit(lease.epoch + depth, lease) == Observation::kProtocolError);
         CommitSend(state, lease);
-        CommitReceive(state, lease);
+        CommitRecv(state, lease);
         if (LeaseRegion(state, depth, depth).region == lease.region) {
           CHECK(ClassifyCredit(credit, LeaseRegion(state, depth, depth)) == Observation::kPending);
         }

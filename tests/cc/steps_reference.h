@@ -87,7 +87,7 @@ class Reference {
       const int32_t* info = got.src_info.as<int32_t>() + row * 3;
       CHECK(info[0] == from.source && info[1] == from.token && info[2] == from.k);
       CHECK(got.row_slot.as<int32_t>()[row] == from.flat_slot);
-      CHECK(got.row_weights.as<uint32_t>()[row] == WeightBits(from));
+      CHECK(got.router_weights.as<uint32_t>()[row] == WeightBits(from));
     }
     const bool whole = world_.options.zero_tail;
     CheckEncodedRows(index, whole ? shape().recv_rows : want.row_offsets.back());
@@ -154,7 +154,7 @@ class Reference {
     const Rank& got = rank(index);
     CheckRows(index, got.cached_rows, shape().recv_rows);
     for (int64_t row = 0; row < shape().recv_rows; ++row) {
-      const uint32_t weight = got.cached_row_weights.as<uint32_t>()[row];
+      const uint32_t weight = got.cached_router_weights.as<uint32_t>()[row];
       const uint32_t untouched = kPoison * 0x01010101u;
       CHECK(weight ==
             (world_.options.weights ? WeightBits(at(index).rows[size_t(row)]) : untouched));
@@ -177,7 +177,7 @@ class Reference {
         for (int64_t k = 0; k < top_k; ++k) {
           const int64_t row = RowOf(source, token, k, r);
           if (row < 0) continue;
-          const float weight = options.weights ? rank(r).row_weights.as<float>()[row] : 1.0f;
+          const float weight = options.weights ? rank(r).router_weights.as<float>()[row] : 1.0f;
           for (int64_t h = 0; h < hidden; ++h) {
             const float product =
                 weight * LoadElement(rank(r).expert_out.data(), options.element, row * hidden + h);

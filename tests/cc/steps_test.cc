@@ -33,7 +33,7 @@ void FillExpertOutputs(World& world, const Reference& reference, Random& random)
     }
     for (int64_t row = 0; row < shape.recv_rows; ++row) {
       if (reference.at(r).rows[static_cast<size_t>(row)].source < 0) {
-        rank.row_weights.as<uint32_t>()[row] = 0x7FC00000;
+        rank.router_weights.as<uint32_t>()[row] = 0x7FC00000;
         continue;
       }
       FillElements(random, rank.expert_out.data() + row * shape.row_bytes(), world.options.element,
@@ -55,7 +55,7 @@ void RunWholeLayer(const Options& options, Random& random) {
   for (int64_t r = 0; r < ranks; ++r) reference.CheckSource(r);
   for (int64_t r = 0; r < ranks; ++r) reference.CheckExpertRank(r);
 
-  world.CachedDispatch();
+  world.DispatchCached();
   for (int64_t r = 0; r < ranks; ++r) reference.CheckCachedRank(r);
 
   FillExpertOutputs(world, reference, random);
@@ -161,7 +161,7 @@ void TestStreaming() {
     }
     const Reference reference(world);
     world.Dispatch();
-    world.CachedDispatch();
+    world.DispatchCached();
     for (int64_t r = 0; r < 2; ++r) {
       reference.CheckSource(r);
       reference.CheckExpertRank(r);
@@ -177,7 +177,7 @@ void TestInvalidIdReportOfTwoThreads() {
   options.shape = {
       .ranks = 1, .local_experts = 4, .tokens = 1, .top_k = 1, .hidden = 8, .recv_rows = 4};
   World worlds[] = {World(options, random), World(options, random)};
-  for (World& world : worlds) world.Pack(world.ranks[0]);  // allocates the outputs
+  for (World& world : worlds) world.DispatchPack(world.ranks[0]);  // allocates the outputs
   InvalidIdReport shared{};
   for (int round = 0; round < 200; ++round) {
     shared.state = InvalidIdReport::kFree;
@@ -186,7 +186,7 @@ void TestInvalidIdReportOfTwoThreads() {
       threads.emplace_back([&, i] {
         Rank& rank = worlds[i].ranks[0];
         rank.ids.as<int32_t>()[0] = 100 + i;
-        cpu::Pack<Bf16Format>(
+        cpu::DispatchPack<Bf16Format>(
             {worlds[i].shape(), ElementType::kBFloat16, rank.tokens.data(), rank.ids.as<int32_t>(),
              rank.weights.as<float>(), nullptr, rank.send.data(), rank.slot_of.as<int32_t>(),
              rank.position.as<int32_t>(), rank.num_invalid.as<int32_t>(), &shared});
@@ -208,31 +208,31 @@ void TestInvalidIdReports() {
   Rank& rank = world.ranks[0];
   const int32_t ids[] = {3, -1, -5, 4};
   std::copy_n(ids, 4, rank.ids.as<int32_t>());
-  world.Pack(rank);
+  world.DispatchPack(rank);
   CHECK(*rank.num_invalid.as<int32_t>() == 2);
   CHECK(rank.report.state == InvalidIdReport::kSet && rank.report.token == 1 && rank.report.k == 0);
   CHECK(rank.report.value == -5);
   rank.ids.as<int32_t>()[0] = 77;
-  world.Pack(rank);
+  world.DispatchPack(rank);
   CHECK(*rank.num_invalid.as<int32_t>() == 3 && rank.report.value == -5);
   rank.report.state = InvalidIdReport::kFree;
-  world.Pack(rank);
+  world.DispatchPack(rank);
   CHECK(rank.report.state == InvalidIdReport::kSet && rank.report.token == 0 &&
         rank.report.value == 77);
 
-  PackStep step{world.shape(),
-                ElementType::kBFloat16,
-                rank.tokens.data(),
-                rank.ids.as<int32_t>(),
-                rank.weights.as<float>(),
-                nullptr,
-                rank.send.data(),
-                rank.slot_of.as<int32_t>(),
-                rank.position.as<int32_t>(),
-                rank.num_invalid.as<int32_t>(),
-                nullptr};
+  DispatchPackStep step{world.shape(),
+                        ElementType::kBFloat16,
+                        rank.tokens.data(),
+                        rank.ids.as<int32_t>(),
+                        rank.weights.as<float>(),
+                        nullptr,
+                        rank.send.data(),
+                        rank.slot_of.as<int32_t>(),
+                        rank.position.as<int32_t>(),
+                        rank.num_invalid.as<int32_t>(),
+                        nullptr};
   *step.num_invalid = 0;
-  cpu::Pack<Bf16Format>(step);
+  cpu::DispatchPack<Bf16Format>(step);
   CHECK(*step.num_invalid == 3);
 }
 
@@ -260,7 +260,7 @@ void CorruptRegions(World& world, Random& random, bool everywhere) {
   const EpShape& shape = world.shape();
   for (Rank& rank : world.ranks) {
     Corrupt(random, rank.recv, std::max(shape.tokens, shape.local_experts), everywhere);
-    world.Unpack(rank);
+    world.DispatchUnpack(rank);
     CHECK(AllIn(rank.row_offsets, 0, shape.recv_rows));
     CHECK(std::is_sorted(rank.row_offsets.as<int32_t>(),
                          rank.row_offsets.as<int32_t>() + shape.local_experts + 1));
@@ -269,7 +269,7 @@ void CorruptRegions(World& world, Random& random, bool everywhere) {
     CHECK(AllIn(rank.slot_counts, 0, shape.tokens));
   }
   world.Combine();
-  world.CachedDispatch();
+  world.DispatchCached();
 }
 
 void CorruptTables(World& world, Random& random, bool everywhere) {
@@ -281,7 +281,7 @@ void CorruptTables(World& world, Random& random, bool everywhere) {
     Corrupt(random, rank.slot_counts, shape.tokens, everywhere);
   }
   world.Combine();
-  world.CachedDispatch();
+  world.DispatchCached();
 }
 
 void TestHostileInput() {

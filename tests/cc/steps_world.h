@@ -104,8 +104,8 @@ struct Rank {
   RegionTag tag{};  // of its calls
   MixedCallReport mixed{};
   Buffer rows, scales, row_offsets, group_sizes, expert_counts, expert_ids, scales_offsets,
-      src_info, row_weights, num_dropped, row_of, row_slot, slot_counts, row_base;
-  Buffer cached_rows, cached_row_weights;
+      src_info, router_weights, num_dropped, row_of, row_slot, slot_counts, row_base;
+  Buffer cached_rows, cached_router_weights;
   Buffer expert_out, row_grads, residual, output, weight_grads;
   Buffer send, recv;
 };
@@ -132,37 +132,38 @@ class World {
   int64_t num_weights() const { return options.weights ? shape().top_k : 0; }
 
   void Dispatch() {
-    for (Rank& rank : ranks) Pack(rank);
+    for (Rank& rank : ranks) DispatchPack(rank);
     Exchange(RegionBytes());
-    for (Rank& rank : ranks) Unpack(rank);
+    for (Rank& rank : ranks) DispatchUnpack(rank);
   }
 
-  void Pack(Rank& rank) {
+  void DispatchPack(Rank& rank) {
     rank.send = Wire(RegionBytes());
-    PackStep step{shape(),
-                  options.element,
-                  rank.tokens.data(),
-                  rank.ids.as<int32_t>(),
-                  rank.weights.as<float>(),
-                  &options.input_scale,
-                  rank.send.data(),
-                  rank.slot_of.as<int32_t>(),
-                  rank.position.as<int32_t>(),
-                  rank.num_invalid.as<int32_t>(),
-                  &rank.report,
-                  rank.tag};
+    DispatchPackStep step{shape(),
+                          options.element,
+                          rank.tokens.data(),
+                          rank.ids.as<int32_t>(),
+                          rank.weights.as<float>(),
+                          &options.input_scale,
+                          rank.send.data(),
+                          rank.slot_of.as<int32_t>(),
+                          rank.position.as<int32_t>(),
+                          rank.num_invalid.as<int32_t>(),
+                          &rank.report,
+                          rank.tag};
     const Codes codes = options.coded ? CodesOf(rank) : Codes{};
     if (options.coded) step.tokens = codes.codes.data(), step.token_scales = codes.scales.data();
-    OfFormat([&]<typename Format>(Format) { Run(cpu::Pack<Format>(step)); });
+    OfFormat([&]<typename Format>(Format) { Run(cpu::DispatchPack<Format>(step)); });
   }
 
-  void Unpack(Rank& rank) {
-    const UnpackStep step{
+  void DispatchUnpack(Rank& rank) {
+    const DispatchUnpackStep step{
         {rank.rows.data(), rank.scales.data(), rank.row_offsets.as<int32_t>(),
          rank.group_sizes.as<int32_t>(), rank.expert_counts.as<int32_t>(),
          rank.expert_ids.as<int32_t>(), rank.scales_offsets.as<int32_t>(),
-         rank.src_info.as<int32_t>(), rank.row_weights.as<float>(), rank.num_dropped.as<int32_t>(),
-         rank.row_of.as<int32_t>(), rank.row_slot.as<int32_t>(), rank.slot_counts.as<int32_t>()},
+         rank.src_info.as<int32_t>(), rank.router_weights.as<float>(),
+         rank.num_dropped.as<int32_t>(), rank.row_of.as<int32_t>(), rank.row_slot.as<int32_t>(),
+         rank.slot_counts.as<int32_t>()},
         shape(),
         options.zero_tail,
         layout(),
@@ -171,39 +172,40 @@ class World {
         rank.slot_of.as<int32_t>(),
         rank.num_invalid.as<int32_t>(),
         CheckOf(rank)};
-    OfFormat([&]<typename Format>(Format) { Run(cpu::Unpack<Format>(step)); });
+    OfFormat([&]<typename Format>(Format) { Run(cpu::DispatchUnpack<Format>(step)); });
   }
 
-  void CachedDispatch() {
-    for (Rank& rank : ranks) CachedPack(rank);
-    Exchange(CachedRegionBytes());
-    for (Rank& rank : ranks) CachedUnpack(rank);
+  void DispatchCached() {
+    for (Rank& rank : ranks) DispatchCachedPack(rank);
+    Exchange(DispatchCachedRegionBytes());
+    for (Rank& rank : ranks) DispatchCachedUnpack(rank);
   }
 
-  void CachedPack(Rank& rank) {
-    rank.send = Wire(CachedRegionBytes());
-    const CachedPackStep step{shape(),
-                              options.element,
-                              num_weights(),
-                              rank.tokens.data(),
-                              options.weights ? rank.weights.as<float>() : nullptr,
-                              rank.slot_of.as<int32_t>(),
-                              rank.send.data(),
-                              rank.tag};
-    OfFormat([&]<typename Format>(Format) { Run(cpu::CachedPack<Format>(step)); });
+  void DispatchCachedPack(Rank& rank) {
+    rank.send = Wire(DispatchCachedRegionBytes());
+    const DispatchCachedPackStep step{shape(),
+                                      options.element,
+                                      num_weights(),
+                                      rank.tokens.data(),
+                                      options.weights ? rank.weights.as<float>() : nullptr,
+                                      rank.slot_of.as<int32_t>(),
+                                      rank.send.data(),
+                                      rank.tag};
+    OfFormat([&]<typename Format>(Format) { Run(cpu::DispatchCachedPack<Format>(step)); });
   }
 
-  void CachedUnpack(Rank& rank) {
-    const CachedUnpackStep step{shape(),
-                                options.element,
-                                num_weights(),
-                                rank.recv.data(),
-                                rank.row_of.as<int32_t>(),
-                                rank.row_slot.as<int32_t>(),
-                                rank.cached_rows.data(),
-                                options.weights ? rank.cached_row_weights.as<float>() : nullptr,
-                                CheckOf(rank)};
-    OfFormat([&]<typename Format>(Format) { Run(cpu::CachedUnpack<Format>(step)); });
+  void DispatchCachedUnpack(Rank& rank) {
+    const DispatchCachedUnpackStep step{
+        shape(),
+        options.element,
+        num_weights(),
+        rank.recv.data(),
+        rank.row_of.as<int32_t>(),
+        rank.row_slot.as<int32_t>(),
+        rank.cached_rows.data(),
+        options.weights ? rank.cached_router_weights.as<float>() : nullptr,
+        CheckOf(rank)};
+    OfFormat([&]<typename Format>(Format) { Run(cpu::DispatchCachedUnpack<Format>(step)); });
   }
 
   void Combine() {
@@ -220,7 +222,7 @@ class World {
                                options.quantized_sums,
                                num_weights(),
                                rank.expert_out.data(),
-                               options.weights ? rank.row_weights.as<float>() : nullptr,
+                               options.weights ? rank.router_weights.as<float>() : nullptr,
                                options.weights ? rank.row_grads.as<float>() : nullptr,
                                rank.row_of.as<int32_t>(),
                                rank.slot_counts.as<int32_t>(),
@@ -248,9 +250,9 @@ class World {
     return RegionHeader::Of(shape().local_experts).bytes +
            shape().tokens * DispatchMessage::Of(payload_bytes, scale_bytes, shape().top_k).bytes;
   }
-  int64_t CachedRegionBytes() const {
-    const auto message = CachedDispatchMessage::Of(payload_bytes, scale_bytes, num_weights());
-    return CachedRegion::Of(shape().tokens, message.bytes).bytes;
+  int64_t DispatchCachedRegionBytes() const {
+    const auto message = DispatchCachedMessage::Of(payload_bytes, scale_bytes, num_weights());
+    return DispatchCachedRegion::Of(shape().tokens, message.bytes).bytes;
   }
   int64_t CombineRegionBytes() const {
     const CombineMessage message =
@@ -367,14 +369,14 @@ class World {
     rank.expert_counts = Int32s(local);
     rank.expert_ids = Int32s(local);
     rank.src_info = Int32s(N * 3);
-    rank.row_weights = Buffer(N * kWeightBytes);
+    rank.router_weights = Buffer(N * kWeightBytes);
     rank.num_dropped = Int32s(1);
     rank.row_of = Int32s(R * entries);
     rank.row_slot = Int32s(N);
     rank.slot_counts = Int32s(R);
     rank.row_base = Int32s(R * local);
     rank.cached_rows = Rows(N);
-    rank.cached_row_weights = Buffer(N * kWeightBytes);
+    rank.cached_router_weights = Buffer(N * kWeightBytes);
     rank.expert_out = Rows(N);
     rank.row_grads = Buffer(N * kWeightBytes);
     rank.output = Rows(n);

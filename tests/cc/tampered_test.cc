@@ -77,7 +77,7 @@ void TestOutOfRangeIsAbsent() {
     Tamper(&Rank::slot_of, absent, hostile, options.shape.slots(), random);
     Tamper(&Rank::row_of, absent, hostile, options.shape.recv_rows, random);
     for (World* world : {&absent, &hostile}) {
-      world->CachedDispatch();
+      world->DispatchCached();
       world->Combine();
     }
     for (size_t r = 0; r < absent.ranks.size(); ++r) {
@@ -137,12 +137,12 @@ void TestNothingOldShows() {
         changed(rank.row_slot, -1, shape.slots() - 1, draw);
         changed(rank.row_of, -1, shape.recv_rows - 1, draw);
         for (const Buffer* result :
-             {&rank.cached_rows, &rank.cached_row_weights, &rank.output, &rank.weight_grads}) {
+             {&rank.cached_rows, &rank.cached_router_weights, &rank.output, &rank.weight_grads}) {
           std::memset(result->data(), fill, static_cast<size_t>(result->bytes()));
         }
       }
       world.wire_fill = fill;
-      world.CachedDispatch();
+      world.DispatchCached();
       world.Combine();
     };
     Random one(seed), other(seed);
@@ -154,7 +154,7 @@ void TestNothingOldShows() {
       CHECK(Same(a.cached_rows, b.cached_rows));
       CHECK(Same(a.output, b.output));
       if (!options.weights) continue;
-      CHECK(Same(a.cached_row_weights, b.cached_row_weights));
+      CHECK(Same(a.cached_router_weights, b.cached_router_weights));
       CHECK(Same(a.weight_grads, b.weight_grads));
     }
   }
@@ -184,14 +184,14 @@ void TestAnythingAnywhere() {
       for (int64_t source = 0; !random.OneIn(4) && source < options.shape.ranks; ++source) {
         cpu::WriteTag(rank.recv.data() + source * world.RegionBytes(), rank.tag);
       }
-      world.Unpack(rank);
+      world.DispatchUnpack(rank);
     }
     for (Rank& rank : world.ranks) {
       for (const Buffer* table : {&rank.slot_of, &rank.row_of, &rank.row_slot, &rank.slot_counts}) {
         spoil(*table);
       }
     }
-    world.CachedDispatch();
+    world.DispatchCached();
     world.Combine();
   }
 }

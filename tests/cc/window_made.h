@@ -94,7 +94,7 @@ inline void AddTables(CustomCall& call) {
   call.Add("-> num_invalid", ffi::S32, {1});
 }
 
-inline Made Make(WindowDispatchCall*, const Variant& v) {
+inline Made Make(DispatchCall*, const Variant& v) {
   Made made;
   AddRouted(made.call, v);
   AddArrived(made.call, v);
@@ -108,16 +108,16 @@ inline Made Make(WindowDispatchCall*, const Variant& v) {
   return made;
 }
 
-inline Made Make(WindowCachedDispatchCall*, const Variant& v) {
+inline Made Make(DispatchCachedCall*, const Variant& v) {
   Made made;
   made.call.Add("tokens", ffi::BF16, {n, H});
-  made.call.Add("weights", ffi::F32, {n, v.weighted ? K : 0});
+  made.call.Add("router_weights", ffi::F32, {n, v.weighted ? K : 0});
   made.call.Add("slot_of", ffi::S32, {n, K});
   made.call.Add("row_of", ffi::S32, {R, n, K});
   made.call.Add("row_slot", ffi::S32, {N});
   made.call.Add("after", ffi::S32, {1});
   made.call.Add("-> rows", ffi::BF16, {N, H});
-  made.call.Add("-> row_weights", ffi::F32, {v.weighted ? N : 0});
+  made.call.Add("-> router_weights", ffi::F32, {v.weighted ? N : 0});
   made.call.Add("-> done", ffi::S32, {1});
   made.call.attributes = {
       {"key", int64_t{7}}, {"site", int64_t{9}}, {"zero_tail", true}, {"format", v.format}};
@@ -137,7 +137,7 @@ inline std::vector<int64_t> RowOfDims(const Variant& v) {
   return v.by_entry ? std::vector<int64_t>{R, n * K, 1} : std::vector<int64_t>{R, n, K};
 }
 
-inline Made Make(WindowCombineCall*, const Variant& v) {
+inline Made Make(CombineCall*, const Variant& v) {
   const bool by_row = v.weighted && !v.by_entry;
   Made made;
   made.call.Add("expert_out", ffi::BF16, {N, H});
@@ -172,14 +172,14 @@ inline Made Make(DispatchSendCall*, const Variant& v) {
   made.dtypes = TokenTypes(v, true);
   return made;
 }
-inline Made Make(DispatchSendAsideCall*, const Variant& v) {
+inline Made Make(DispatchSendOnStreamCall*, const Variant& v) {
   Made made = Make(static_cast<DispatchSendCall*>(nullptr), v);
   made.call.operands.resize(made.call.operands.size() - 3);
   made.call.Add("-> results", ffi::S32, {1, kPendingInts + n * K + 1});
   return made;
 }
 
-inline Made Make(DispatchReceiveCall*, const Variant& v) {
+inline Made Make(DispatchRecvCall*, const Variant& v) {
   Made made;
   const bool quantized = EncodingOf(v).quantized;
   made.call.Add("pending", ffi::S32, {1, kPendingInts});
@@ -220,14 +220,14 @@ inline Made Make(CombineSendCall*, const Variant& v) {
   if (v.by_entry) made.flag = "by_entry";
   return made;
 }
-inline Made Make(CombineSendAsideCall*, const Variant& v) {
+inline Made Make(CombineSendOnStreamCall*, const Variant& v) {
   Made made = Make(static_cast<CombineSendCall*>(nullptr), v);
   made.call.operands.resize(made.call.operands.size() - 2);
   made.call.Add("-> results", ffi::S32, {1, kPendingInts + 1});
   return made;
 }
 
-inline Made Make(CombineReceiveCall*, const Variant& v) {
+inline Made Make(CombineRecvCall*, const Variant& v) {
   Made made;
   made.call.Add("pending", ffi::S32, {1, kPendingInts});
   AddTokenSide(made.call, v);

@@ -162,10 +162,10 @@ class Trial {
   // Groups whose windows are smaller or different.
   void Windows() const {
     constexpr bool kRouted = std::is_base_of_v<RoutedWindowCall, Call>;
-    constexpr bool kDispatch = kRouted || std::is_same_v<Call, WindowCachedDispatchCall>;
-    constexpr bool kHalf = !std::is_same_v<Call, WindowDispatchCall> &&
-                           !std::is_same_v<Call, WindowCachedDispatchCall> &&
-                           !std::is_same_v<Call, WindowCombineCall>;
+    constexpr bool kDispatch = kRouted || std::is_same_v<Call, DispatchCachedCall>;
+    constexpr bool kHalf = !std::is_same_v<Call, DispatchCall> &&
+                           !std::is_same_v<Call, DispatchCachedCall> &&
+                           !std::is_same_v<Call, CombineCall>;
     const auto other = [&](const std::string& what, int64_t WindowSizes::* size, int64_t by,
                            bool refused) {
       WindowSizes sizes = sizes_;
@@ -207,29 +207,31 @@ void Try(const std::vector<Variant>& variants) {
 // Options that no kernel has together are refused.
 void OptionsAgree() {
   const Variant v{.weight_grads = true, .by_entry = true};
-  const Made made = Make(static_cast<WindowCombineCall*>(nullptr), v);
+  const Made made = Make(static_cast<CombineCall*>(nullptr), v);
   CurrentCase() = "ep_combine by_entry with weight_grads";
-  CHECK(!Refusal<WindowCombineCall>(made.call, SizesFor(v)).empty());
+  CHECK(!Refusal<CombineCall>(made.call, SizesFor(v)).empty());
 }
 
-// A send half aside has one array that holds just what the other target has in several results.
+// A send half on XLA's other stream has one array that holds just what the other target has in
+// several results.
 void OneArrayHoldsAll() {
   const Variant v;
-  int seen = 0;
-  Refusal<DispatchSendAsideCall>(Make(static_cast<DispatchSendAsideCall*>(nullptr), v).call,
-                                 SizesFor(v), [&](const DispatchSendAsideCall& call) {
-                                   const auto* all = reinterpret_cast<const int32_t*>(call.pending);
-                                   CHECK(call.step.slot_of == all + kPendingInts);
-                                   CHECK(call.step.num_invalid == call.step.slot_of + n * K);
-                                   ++seen;
-                                 });
-  Refusal<CombineSendAsideCall>(
-      Make(static_cast<CombineSendAsideCall*>(nullptr), v).call, SizesFor(v),
-      [&](const CombineSendAsideCall& call) {
+  int found = 0;
+  Refusal<DispatchSendOnStreamCall>(Make(static_cast<DispatchSendOnStreamCall*>(nullptr), v).call,
+                                    SizesFor(v), [&](const DispatchSendOnStreamCall& call) {
+                                      const auto* all =
+                                          reinterpret_cast<const int32_t*>(call.pending);
+                                      CHECK(call.step.slot_of == all + kPendingInts);
+                                      CHECK(call.step.num_invalid == call.step.slot_of + n * K);
+                                      ++found;
+                                    });
+  Refusal<CombineSendOnStreamCall>(
+      Make(static_cast<CombineSendOnStreamCall*>(nullptr), v).call, SizesFor(v),
+      [&](const CombineSendOnStreamCall& call) {
         CHECK(call.step.done == reinterpret_cast<const int32_t*>(call.pending) + kPendingInts);
-        ++seen;
+        ++found;
       });
-  CHECK(seen == 2);
+  CHECK(found == 2);
 }
 
 void Run() {
@@ -242,11 +244,11 @@ void Run() {
   std::vector<Variant> sent = formats;
   sent.push_back({.format = "fp8_block128", .coded = true});
   sent.push_back({.format = "nvfp4", .tiled = true, .coded = true});
-  Try<WindowDispatchCall>(sent);
+  Try<DispatchCall>(sent);
   Try<DispatchSendCall>(sent);
-  Try<DispatchSendAsideCall>(sent);
-  Try<DispatchReceiveCall>(formats);
-  Try<WindowCachedDispatchCall>({{}, {.weighted = true}, {.format = "fp8_block128"}});
+  Try<DispatchSendOnStreamCall>(sent);
+  Try<DispatchRecvCall>(formats);
+  Try<DispatchCachedCall>({{}, {.weighted = true}, {.format = "fp8_block128"}});
   const std::vector<Variant> sums = {{},
                                      {.weighted = true},
                                      {.residual = true, .wire = "float32"},
@@ -254,11 +256,11 @@ void Run() {
                                      {.shared = true},
                                      {.weighted = true, .by_entry = true},
                                      {.by_entry = true, .wire = "float16"}};
-  Try<WindowCombineCall>(sums);
-  Try<WindowCombineCall>({{.weight_grads = true}, {.weighted = true, .weight_grads = true}});
+  Try<CombineCall>(sums);
+  Try<CombineCall>({{.weight_grads = true}, {.weighted = true, .weight_grads = true}});
   Try<CombineSendCall>(sums);
-  Try<CombineSendAsideCall>(sums);
-  Try<CombineReceiveCall>(sums);
+  Try<CombineSendOnStreamCall>(sums);
+  Try<CombineRecvCall>(sums);
   OptionsAgree();
   OneArrayHoldsAll();
 }

@@ -193,9 +193,9 @@ void CheckMessagesFit(int64_t hidden, ElementType element, ElementType wire, int
   CHECK(message.bytes <= sizes.dispatch_message_bytes &&
         message.bytes <= sizes.low_latency_message_bytes);
   for (const int64_t weights : {int64_t{0}, top_k}) {
-    CHECK(CachedDispatchMessage::Of(hidden * element_bytes, 0, weights).bytes <=
+    CHECK(DispatchCachedMessage::Of(hidden * element_bytes, 0, weights).bytes <=
           sizes.dispatch_message_bytes);
-    CHECK(CachedDispatchMessage::Of(CombineFormat::PayloadBytes(hidden, 0),
+    CHECK(DispatchCachedMessage::Of(CombineFormat::PayloadBytes(hidden, 0),
                                     CombineFormat::ScaleBytes(hidden), weights)
               .bytes <= sizes.dispatch_message_bytes);
     for (const bool quantized : {false, true}) {
@@ -326,7 +326,7 @@ void TestFlagIndexes() {
 // The kind is kept whole and everything else is hashed: pairs of similar calls collide about as
 // rarely as 14 bits allow.
 void TestTags() {
-  constexpr TagKind kKind = TagKind::kCachedDispatch;
+  constexpr TagKind kKind = TagKind::kDispatchCached;
   CHECK(CallTag(kKind, 4096, 14464, 8, 1) == CallTag(kKind, 4096, 14464, 8, 1));
   std::vector<uint16_t> tags;
   for (int64_t tokens = 1; tokens <= 16; ++tokens) {

@@ -27,9 +27,9 @@ struct OnGpu {
   std::optional<cuda::InternodeRank> internode;  // if some ranks are on other nodes
   PendingCall* pending;
   cudaStream_t stream;
-  std::vector<WindowDispatchStep> dispatches;
-  std::vector<WindowCachedDispatchStep> cached;
-  std::vector<WindowCombineStep> combines;
+  std::vector<DispatchStep> dispatches;
+  std::vector<DispatchCachedStep> cached;
+  std::vector<CombineStep> combines;
 };
 
 // ---- Windows ------------------------------------------------------------------------------------
@@ -143,19 +143,19 @@ cuda::InternodeCall InternodeCallOf(const Step& step, const PendingCall* pending
   const EpShape& shape = step.shape;
   cuda::InternodeCall internode{};
   internode.pending = pending;
-  if constexpr (std::is_same_v<Step, WindowCombineStep>) {
+  if constexpr (std::is_same_v<Step, CombineStep>) {
     internode.kind = CallKind::kCombine;
     internode.shape =
         InternodeShape::OfCombine(step.messages(), CombineMessageOf(step).bytes, shape.hidden);
   } else {
-    constexpr bool kRouted = std::is_same_v<Step, WindowDispatchStep>;
+    constexpr bool kRouted = std::is_same_v<Step, DispatchStep>;
     const int64_t payload = Format::PayloadBytes(shape.hidden, shape.element_bytes);
     const int64_t scales = Format::ScaleBytes(shape.hidden);
     int64_t bytes = 0;
     if constexpr (kRouted) {
       bytes = DispatchMessage::Of(payload, scales, shape.top_k).bytes;
     } else {
-      bytes = CachedDispatchMessage::Of(payload, scales, step.num_weights).bytes;
+      bytes = DispatchCachedMessage::Of(payload, scales, step.num_weights).bytes;
     }
     internode.kind = CallKind::kDispatch;
     internode.shape = InternodeShape::OfDispatch(shape.tokens, bytes,
@@ -179,43 +179,39 @@ cudaError_t LaunchPart(Part part, const Step& step, PendingCall* pending, const 
     return gpu.internode->SendHalf(internode, gpu.stream, [&] { return send(pending, false); });
   }
   if (part == Part::kReceive) {
-    return gpu.internode->ReceiveHalf(internode, gpu.stream, [&] { return receive(pending); });
+    return gpu.internode->RecvHalf(internode, gpu.stream, [&] { return receive(pending); });
   }
   return gpu.internode->Whole(
       internode, gpu.stream, [&](auto* to) { return send(to, true); }, receive);
 }
 
 template <typename Format>
-cudaError_t Launch(Part part, const WindowDispatchStep& step, PendingCall* pending,
-                   const OnGpu& gpu) {
+cudaError_t Launch(Part part, const DispatchStep& step, PendingCall* pending, const OnGpu& gpu) {
   return LaunchPart<Format>(
-      part, step, pending, gpu,
-      [&] { return cuda::WindowDispatch<Format>(step, gpu.group, gpu.stream); },
+      part, step, pending, gpu, [&] { return cuda::Dispatch<Format>(step, gpu.group, gpu.stream); },
       [&](auto* to, bool of_whole_call) {
-        return cuda::WindowDispatchSend<Format>(step, to, gpu.group, gpu.stream, of_whole_call);
+        return cuda::DispatchSend<Format>(step, to, gpu.group, gpu.stream, of_whole_call);
       },
-      [&](auto* from) {
-        return cuda::WindowDispatchReceive<Format>(step, from, gpu.group, gpu.stream);
-      });
+      [&](auto* from) { return cuda::DispatchRecv<Format>(step, from, gpu.group, gpu.stream); });
 }
 
 template <typename Format>
-cudaError_t Launch(Part part, const WindowCachedDispatchStep& step, PendingCall* pending,
+cudaError_t Launch(Part part, const DispatchCachedStep& step, PendingCall* pending,
                    const OnGpu& gpu) {
   return LaunchPart<Format>(
       part, step, pending, gpu,
-      [&] { return cuda::WindowCachedDispatch<Format>(step, gpu.group, gpu.stream); },
+      [&] { return cuda::DispatchCached<Format>(step, gpu.group, gpu.stream); },
       [&](auto* to, bool) {
-        return cuda::WindowCachedDispatchSend<Format>(step, to, gpu.group, gpu.stream);
+        return cuda::DispatchCachedSend<Format>(step, to, gpu.group, gpu.stream);
       },
       [&](auto* from) {
-        return cuda::WindowCachedDispatchReceive<Format>(step, from, gpu.group, gpu.stream);
+        return cuda::DispatchCachedRecv<Format>(step, from, gpu.group, gpu.stream);
       });
 }
 
 // The part of a call that the part's handler has. The send half of rows that are sent one by one
 // sees them as tokens of one row each.
-inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
+inline CombineStep PartOf(Part part, CombineStep step) {
   if (part == Part::kSend) {
     step.shape.tokens = step.messages();
     if (step.by_entry) step.shape.top_k = 1;
@@ -224,21 +220,20 @@ inline WindowCombineStep PartOf(Part part, WindowCombineStep step) {
     step.shared_part = nullptr;
   } else if (part == Part::kReceive) {
     step.row_of = step.slot_counts = nullptr;
-    step.expert_out = nullptr, step.row_weights = nullptr;
+    step.expert_out = nullptr, step.router_weights = nullptr;
   }
   return step;
 }
 
 template <typename Format>
-cudaError_t Launch(Part part, const WindowCombineStep& whole, PendingCall* pending,
-                   const OnGpu& gpu) {
-  const WindowCombineStep step = PartOf(part, whole);
+cudaError_t Launch(Part part, const CombineStep& whole, PendingCall* pending, const OnGpu& gpu) {
+  const CombineStep step = PartOf(part, whole);
   return LaunchPart<Format>(
-      part, step, pending, gpu, [&] { return cuda::WindowCombine(step, gpu.group, gpu.stream); },
+      part, step, pending, gpu, [&] { return cuda::Combine(step, gpu.group, gpu.stream); },
       [&](auto* to, bool of_whole_call) {
-        return cuda::WindowCombineSend(step, to, gpu.group, gpu.stream, of_whole_call);
+        return cuda::CombineSend(step, to, gpu.group, gpu.stream, of_whole_call);
       },
-      [&](auto* from) { return cuda::WindowCombineReceive(step, from, gpu.group, gpu.stream); });
+      [&](auto* from) { return cuda::CombineRecv(step, from, gpu.group, gpu.stream); });
 }
 
 }  // namespace jax_ep

@@ -14,10 +14,10 @@ namespace {
 
 // Cached dispatches along any routes of `world`, with old contents in regions.
 void RunAlongRoutes(World& world, const Draws& draws) {
-  world.CachedDispatch();
+  world.DispatchCached();
   Gpus gpus(world, draws);
   gpus.FillRegions();
-  for (int64_t i = 0; i < draws.times; ++i) gpus.CachedDispatch();
+  for (int64_t i = 0; i < draws.times; ++i) gpus.DispatchCached();
 }
 
 // Rows that are sent one by one, in chunks of several. With a shared expert, the last entry of each

@@ -71,7 +71,7 @@ class Gpus {
   }
 
   // A dispatch along any routes; results must be right, bit for bit.
-  void CachedDispatch() {
+  void DispatchCached() {
     RunCached();
     CHECK(AllArrived());
     for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -81,7 +81,7 @@ class Gpus {
 
   // A combine with any tables; results must be right, bit for bit, unless a wait fails.
   bool Combine() {
-    Step(Part::kWhole, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
+    Step(Part::kWhole, &OnGpu::combines, [&](const Rank& rank) { return CombineOf(rank); });
     if (!AllArrived()) return false;
     for (size_t i = 0; i < ranks_.size(); ++i) {
       CheckCombined(ranks_[i].combines.back(), world_.ranks[i]);
@@ -103,14 +103,14 @@ class Gpus {
       Step<Format>(halves_ ? Part::kReceive : Part::kWhole, steps, make, silent);
     };
     world_.OfFormat([&]<typename Format>(Format format) {
-      run(format, &OnGpu::dispatches, [&](const Rank& rank) { return DispatchStep(rank); });
-      if constexpr (cuda::kCachedFormat<Format>) {
+      run(format, &OnGpu::dispatches, [&](const Rank& rank) { return DispatchOf(rank); });
+      if constexpr (cuda::kDispatchCachedFormat<Format>) {
         spoil_all();
         RunCached();
         for (const OnGpu& gpu : ranks_) CheckWritten(gpu.cached.back());
       }
     });
-    run(Bf16Format{}, &OnGpu::combines, [&](const Rank& rank) { return CombineStep(rank); });
+    run(Bf16Format{}, &OnGpu::combines, [&](const Rank& rank) { return CombineOf(rank); });
     for (const OnGpu& gpu : ranks_) {
       if (!gpu.combines.empty()) CheckWritten(gpu.combines.back());
     }
@@ -121,7 +121,7 @@ class Gpus {
   std::vector<WaitReport> DispatchWithout(int64_t silent, int64_t mixed = -1, bool half = false) {
     world_.OfFormat([&]<typename Format>(Format) {
       const auto make = [&](const Rank& rank) {
-        return DispatchStep(rank, &rank - &world_.ranks[0] == mixed ? kOtherSite : kSite);
+        return DispatchOf(rank, &rank - &world_.ranks[0] == mixed ? kOtherSite : kSite);
       };
       Step<Format>(half ? Part::kSend : Part::kWhole, &OnGpu::dispatches, make, silent);
     });
@@ -152,7 +152,7 @@ class Gpus {
     for (size_t i = 0; i < ranks_.size(); ++i) {
       Must(cudaSetDevice(static_cast<int>(i)));
       for (int64_t call = 0; call < times; ++call) {
-        ranks_[i].combines.push_back(CombineStep(world_.ranks[i]));
+        ranks_[i].combines.push_back(CombineOf(world_.ranks[i]));
         amend(i, ranks_[i].combines.back());
       }
       EnqueueEach<Bf16Format>(ranks_[i], ranks_[i].combines);
@@ -181,17 +181,17 @@ class Gpus {
   }
 
   void Enqueue(const Rank& rank, OnGpu& gpu, int64_t times) {
-    for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchStep(rank));
+    for (int64_t i = 0; i < times; ++i) gpu.dispatches.push_back(DispatchOf(rank));
     world_.OfFormat([&]<typename Format>(Format) {
       EnqueueEach<Format>(gpu, gpu.dispatches);
-      if constexpr (cuda::kCachedFormat<Format>) {
+      if constexpr (cuda::kDispatchCachedFormat<Format>) {
         for (int64_t i = 0; i < times; ++i) {
-          gpu.cached.push_back(CachedStep(rank));
+          gpu.cached.push_back(CachedOf(rank));
           LaunchCached<Format>(gpu.cached.back(), gpu);
         }
       }
     });
-    for (int64_t i = 0; i < times; ++i) gpu.combines.push_back(CombineStep(rank));
+    for (int64_t i = 0; i < times; ++i) gpu.combines.push_back(CombineOf(rank));
     EnqueueEach<Bf16Format>(gpu, gpu.combines);
   }
 
@@ -216,7 +216,7 @@ class Gpus {
 
   // In halves if other calls are, with nothing in between.
   template <typename Format>
-  void LaunchCached(const WindowCachedDispatchStep& step, const OnGpu& gpu) const {
+  void LaunchCached(const DispatchCachedStep& step, const OnGpu& gpu) const {
     if (!halves_) return Must(Launch<Format>(Part::kWhole, step, nullptr, gpu));
     for (const Part part : {Part::kSend, Part::kReceive}) {
       Must(Launch<Format>(part, step, gpu.pending, gpu));
@@ -225,9 +225,9 @@ class Gpus {
 
   void RunCached() {
     world_.OfFormat([&]<typename Format>(Format) {
-      if constexpr (cuda::kCachedFormat<Format>) {
+      if constexpr (cuda::kDispatchCachedFormat<Format>) {
         for (size_t i = 0; i < ranks_.size(); ++i) {
-          ranks_[i].cached.push_back(CachedStep(world_.ranks[i]));
+          ranks_[i].cached.push_back(CachedOf(world_.ranks[i]));
           Must(cudaSetDevice(static_cast<int>(i)));
           LaunchCached<Format>(ranks_[i].cached.back(), ranks_[i]);
         }
@@ -258,8 +258,8 @@ class Gpus {
     }
   }
 
-  WindowDispatchStep DispatchStep(const Rank& rank, CallSite site = kSite) const {
-    WindowDispatchStep step{};
+  DispatchStep DispatchOf(const Rank& rank, CallSite site = kSite) const {
+    DispatchStep step{};
     step.shape = world_.shape();
     step.zero_tail = world_.options.zero_tail;
     step.element = world_.options.element;
@@ -286,7 +286,7 @@ class Gpus {
     step.expert_ids = Blank<int32_t>(rank.expert_ids);
     step.scales_offsets = Blank<int32_t>(rank.scales_offsets);
     step.src_info = Blank<int32_t>(rank.src_info);
-    step.row_weights = Blank<float>(rank.row_weights);
+    step.router_weights = Blank<float>(rank.router_weights);
     step.num_dropped = Blank<int32_t>(rank.num_dropped);
     step.num_invalid = Blank<int32_t>(rank.num_invalid);
     step.slot_of = Blank<int32_t>(rank.slot_of);
@@ -296,7 +296,7 @@ class Gpus {
     return step;
   }
 
-  WindowCachedDispatchStep CachedStep(const Rank& rank) const {
+  DispatchCachedStep CachedOf(const Rank& rank) const {
     return {.shape = world_.shape(),
             .element = world_.options.element,
             .site = kSite,
@@ -307,14 +307,14 @@ class Gpus {
             .row_of = Upload<int32_t>(rank.row_of),
             .row_slot = Upload<int32_t>(rank.row_slot),
             .rows = Blank<uint8_t>(rank.cached_rows),
-            .row_weights = Blank<float>(rank.cached_row_weights),
+            .router_weights = Blank<float>(rank.cached_router_weights),
             .done = Blank<int32_t>(rank.num_dropped),
             .zero_tail = world_.options.zero_tail};
   }
 
-  WindowCombineStep CombineStep(const Rank& rank) const {
+  CombineStep CombineOf(const Rank& rank) const {
     const bool weights = world_.options.weights;
-    WindowCombineStep step{};
+    CombineStep step{};
     step.shape = world_.shape();
     step.site = kSite;
     step.element = world_.options.element;
@@ -322,7 +322,7 @@ class Gpus {
     step.quantized = world_.options.quantized_sums;
     step.num_weights = world_.num_weights();
     step.expert_out = Upload<void>(rank.expert_out);
-    step.row_weights = weights ? Upload<float>(rank.row_weights) : nullptr;
+    step.router_weights = weights ? Upload<float>(rank.router_weights) : nullptr;
     step.weight_grads = weights ? Upload<float>(rank.row_grads) : nullptr;
     step.row_of = Upload<int32_t>(rank.row_of);
     step.slot_counts = Upload<int32_t>(rank.slot_counts);
@@ -334,7 +334,7 @@ class Gpus {
     return step;
   }
 
-  void CheckDispatched(const WindowDispatchStep& step, const Rank& rank) const {
+  void CheckDispatched(const DispatchStep& step, const Rank& rank) const {
     const EpShape& shape = world_.shape();
     ExpectSame("row_offsets", step.row_offsets, rank.row_offsets);
     ExpectSame("group_sizes", step.group_sizes, rank.group_sizes);
@@ -342,7 +342,7 @@ class Gpus {
     ExpectSame("expert_ids", step.expert_ids, rank.expert_ids);
     ExpectSame("scales_offsets", step.scales_offsets, rank.scales_offsets);
     ExpectSame("src_info", step.src_info, rank.src_info);
-    ExpectSame("row_weights", step.row_weights, rank.row_weights);
+    ExpectSame("router_weights", step.router_weights, rank.router_weights);
     ExpectSame("num_dropped", step.num_dropped, rank.num_dropped);
     ExpectSame("num_invalid", step.num_invalid, rank.num_invalid);
     ExpectSame("slot_of", step.slot_of, rank.slot_of);
@@ -367,17 +367,17 @@ class Gpus {
     }
   }
 
-  void CheckCached(const WindowCachedDispatchStep& step, const Rank& rank) const {
+  void CheckCached(const DispatchCachedStep& step, const Rank& rank) const {
     if (step.zero_tail) {
       ExpectSame("cached rows", step.rows, rank.cached_rows);
     } else {
       CheckLeft(step, rank);
     }
     if (step.num_weights == 0) return;
-    ExpectSame("cached weights", step.row_weights, rank.cached_row_weights);
+    ExpectSame("cached weights", step.router_weights, rank.cached_router_weights);
   }
   // Rows without a token have not changed.
-  void CheckLeft(const WindowCachedDispatchStep& step, const Rank& rank) const {
+  void CheckLeft(const DispatchCachedStep& step, const Rank& rank) const {
     const int64_t bytes = step.shape.row_bytes();
     for (int64_t row = 0; row < step.shape.recv_rows; ++row) {
       const uint8_t* found = step.rows + row * bytes;
@@ -399,21 +399,21 @@ class Gpus {
       CHECK(is_written);
     }
   }
-  static void CheckWritten(const WindowCachedDispatchStep& step) {
+  static void CheckWritten(const DispatchCachedStep& step) {
     const EpShape& shape = step.shape;
     if (step.zero_tail) {
       CheckWritten(step.rows, shape.recv_rows * shape.row_bytes(), kRowAlignBytes);
     }
     if (step.num_weights == 0) return;
-    CheckWritten(step.row_weights, shape.recv_rows * kWeightBytes, kWeightBytes);
+    CheckWritten(step.router_weights, shape.recv_rows * kWeightBytes, kWeightBytes);
   }
-  static void CheckWritten(const WindowCombineStep& step) {
+  static void CheckWritten(const CombineStep& step) {
     const EpShape& shape = step.shape;
     CheckWritten(step.output, shape.tokens * shape.row_bytes(), kRowAlignBytes);
     CheckWritten(step.output_weight_grads, shape.tokens * step.num_weights * kWeightBytes,
                  kWeightBytes);
   }
-  void CheckCombined(const WindowCombineStep& step, const Rank& rank) const {
+  void CheckCombined(const CombineStep& step, const Rank& rank) const {
     ExpectSame("output", step.output, rank.output);
     if (step.num_weights == 0) return;
     ExpectSame("weight gradients", step.output_weight_grads, rank.weight_grads);
@@ -431,7 +431,7 @@ inline void RunWholeLayer(const Draws& draws, Random& random) {
   World world(draws.options, random);
   DrawIds(world, random);
   world.Dispatch();
-  world.CachedDispatch();
+  world.DispatchCached();
   FillExpertOutputs(world, random);
   world.Combine();
   Gpus(world, draws).Run(draws.times);

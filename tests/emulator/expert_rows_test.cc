@@ -117,7 +117,7 @@ void RunCombineBack(Random& random, ElementType type) {
     }
   }
   const std::vector<Element> cotangents(rows, rows + count);
-  step.expert_out = expert_out, step.row_weights = weights, step.row_slot = slots;
+  step.expert_out = expert_out, step.router_weights = weights, step.row_slot = slots;
   step.cotangents = step.to_rows = rows;
   step.to_weights = Allocate<float>(step.rows);
   CHECK(cuda::CombineBack(step, nullptr) == cudaSuccess);

@@ -152,7 +152,7 @@ void RunCombines(Random& random, bool over_nodes, bool halves) {
 
   Gpus gpus(world, draws);
   gpus.FillRegions();
-  gpus.RunCombines(draws.times, [&](size_t rank, WindowCombineStep& step) {
+  gpus.RunCombines(draws.times, [&](size_t rank, CombineStep& step) {
     SetModes(modes, Upload<float>(world.ranks[rank].weights), Upload<void>(shared[rank].rows),
              Upload<int32_t>(shared[rank].part), step);
   });

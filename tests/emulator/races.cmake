@@ -35,7 +35,7 @@ set(RACE "ThreadSanitizer: data race")
 mutant(race_release common/signal_memory.cuh "FenceAcqRelSystem();" "" window/dispatch.cu "${RACE}"
        "2 7")
 mutant(race_acquire common/signal_memory.cuh "LoadAcquireSystem(" "LoadRelaxedSystem("
-       window/cached_dispatch.cu "${RACE}" "1 7")
+       window/dispatch_cached.cu "${RACE}" "1 7")
 mutant(race_last_of common/signal_memory.cuh "return FetchAddAcqRelGpu(counter, value);"
        "return FetchAdd(counter, value);" window/dispatch.cu "${RACE}" "1 7")
 mutant(race_helpers window/team.cuh

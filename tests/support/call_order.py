@@ -19,9 +19,9 @@ from support import helpers
 WHOLE = {"ep_dispatch": 9, "ep_dispatch_cached": 2, "ep_combine": 2}
 HALVES = {
     "ep_dispatch_send": 2,
-    "ep_dispatch_place": 9,
+    "ep_dispatch_recv": 9,
     "ep_combine_send": 1,
-    "ep_combine_place": 1,
+    "ep_combine_recv": 1,
 }
 TOKEN_INDEX = WHOLE | HALVES
 

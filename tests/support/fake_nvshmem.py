@@ -88,10 +88,10 @@ class Native(fake_windows.Native):
     """The CUDA module; records the windows that it is given."""
 
     def __init__(self, process: int) -> None:
-        super().__init__(process, given={}, far={}, in_use=set())
+        super().__init__(process, given={}, internode={}, in_use=set())
 
-    def open_windows(self, key, groups, config, *, given, far, **options):
-        self.groups, self.given[key], self.far[key] = groups, given, far
+    def open_windows(self, key, groups, config, *, given, internode, **options):
+        self.groups, self.given[key], self.internode[key] = groups, given, internode
         for group, blocks in zip(groups, given, strict=True):
             (rank,) = (r for r, o in enumerate(group) if o != self.ELSEWHERE)
             self.in_use.add(blocks[rank])
@@ -131,14 +131,14 @@ class Job:
 
         return act_all(dict.fromkeys(self.processes, act))
 
-    def size(self, *far: Any, **changes: Any) -> int:
-        """Bytes of a window; `far` is passed to window_bytes."""
+    def size(self, *internode: Any, **changes: Any) -> int:
+        """Bytes of a window; `internode` is passed to window_bytes."""
         config = helpers.make_config(**changes)
         sizes = windows.window_config(config, self.groups.shape[1])
-        return ffi.native.window_bytes(sizes, *far)
+        return ffi.native.window_bytes(sizes, *internode)
 
-    def opens(self, key: int, *far: Any, **changes: Any) -> None:
-        size = self.size(*far, **changes)
+    def opens(self, key: int, *internode: Any, **changes: Any) -> None:
+        size = self.size(*internode, **changes)
         for actor in self.run(key, **changes).values():
             assert actor.error is None
             assert actor.result == size

@@ -21,7 +21,7 @@ import jax_ep
 from jax_ep import formats
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
-from jax_ep._ops.cached import send_cached
+from jax_ep._ops.cached import dispatch_cached
 from jax_ep._transport.base import DispatchInputs
 from support import compare_transports, gpus, helpers
 
@@ -44,7 +44,7 @@ def combine(ep, route, rows, w):
 
 
 def cached(ep, route, x, w):
-    return send_cached(ep, route, x, w)
+    return dispatch_cached(ep, route, x, w)
 
 
 def reduced(ep, x, ids, w):

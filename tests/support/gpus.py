@@ -23,8 +23,8 @@ ONE_GPU = "JAX_EP_TEST_ONE_GPU"
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
 
-# Older JAX has no compute_on that takes a function. test_aside.py checks with any JAX
-# that jax_ep refuses then.
+# Older JAX has no compute_on that takes a function. test_on_stream.py checks with any
+# JAX that jax_ep refuses then.
 needs_stream = pytest.mark.skipif(
     jax.__version_info__ < p2p.STREAM_SINCE,
     reason="this JAX puts no custom call on the stream of collectives",

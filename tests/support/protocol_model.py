@@ -65,7 +65,7 @@ _QUEUES = {
 }
 
 
-def _crew(design: Design) -> tuple[int, int]:
+def _in_role(design: Design) -> tuple[int, int]:
     """How many workers have each role."""
     workers = design.workers
     if design.roles != "arrival":
@@ -78,12 +78,12 @@ def _crew(design: Design) -> tuple[int, int]:
 
 def _may_leave(design: Design, idle: list[int]) -> bool:
     """Whether the worker that returns the credits is done with its queues."""
-    crew = _crew(design)
+    workers = _in_role(design)
     if design.leave == "first":
         return min(idle) > 0
     if design.leave == "senders":
-        return idle[SEND] == crew[SEND]
-    return idle == list(crew)
+        return idle[SEND] == workers[SEND]
+    return idle == list(workers)
 
 
 def _settle(calls: tuple[Call, ...], design: Design, rank: _Rank) -> _Rank:
@@ -98,7 +98,7 @@ def _settle(calls: tuple[Call, ...], design: Design, rank: _Rank) -> _Rank:
         running = [b for b in busy if b[3] < len(queues[b[1]][b[2]])]
         idle = []
         for role, order in enumerate(_QUEUES[design.roles]):
-            free = _crew(design)[role] - sum(b[0] == role for b in running)
+            free = _in_role(design)[role] - sum(b[0] == role for b in running)
             for queue in order:
                 while free and next_of[queue] < len(queues[queue]):
                     running.append((role, queue, next_of[queue], 0))

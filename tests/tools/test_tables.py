@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ffi, "call", record)
     monkeypatch.setattr(
         ffi,
-        "call_aside",
+        "call_on_stream",
         lambda target, result, *operands, **given: record(
             target, [result], *operands, **given
         )[0],
@@ -146,7 +146,7 @@ def test_results_of_a_format(
 ) -> None:
     plain = changes["format"] == "bf16"
     got = tables.call(
-        "ep_dispatch_place",
+        "ep_dispatch_recv",
         tokens(),
         {"n": N_TOKENS, "K": TOP_K, "R": RANKS, "G": GROUPS, "N": ROWS},
         {
@@ -203,7 +203,11 @@ def test_packed_results(calls: list[Any]) -> None:
     }
     attributes = {"key": 7, "site": 9, "ranks": RANKS, "local_experts": GROUPS}
     (packed,) = tables.call(
-        "ep_dispatch_send_aside", tokens(), {}, given, attributes | {"format": "bf16"}
+        "ep_dispatch_send_on_stream",
+        tokens(),
+        {},
+        given,
+        attributes | {"format": "bf16"},
     )
     assert packed.shape == (1, 4 + N_TOKENS * TOP_K + 1)
     numbers = jnp.arange(packed.size).reshape(1, -1)
@@ -217,7 +221,7 @@ def test_packed_results(calls: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("operands", "attributes", "message"),
     [
-        ({"rows": int32(1)}, {}, "ep_pack_cached: wrong operands, ['rows']"),
+        ({"rows": int32(1)}, {}, "ep_dispatch_cached_pack: wrong operands, ['rows']"),
         ({"tokens": None}, {}, "operands without, ['tokens']"),
         ({}, {"zero_tail": True}, "attributes, ['zero_tail']"),
     ],
@@ -231,7 +235,9 @@ def test_mistakes_of_callers(
     given = {"tokens": tokens(), "slot_of": int32(N_TOKENS, TOP_K)} | operands
     attributes = {"key": 7, "site": 9, "format": "bf16"} | attributes
     with pytest.raises(TypeError) as error:
-        tables.call("ep_pack_cached", tokens(), {"R": 1, "W": 4}, given, attributes)
+        tables.call(
+            "ep_dispatch_cached_pack", tokens(), {"R": 1, "W": 4}, given, attributes
+        )
     assert message in str(error.value)
     assert not calls
 
@@ -245,7 +251,7 @@ def test_calls_run() -> None:
     weights = jnp.ones((N_TOKENS, TOP_K))
     words = native.dispatch_region_bytes(name, HIDDEN, 4, N_TOKENS, TOP_K, GROUPS) // 4
     sent = tables.call(
-        "ep_pack",
+        "ep_dispatch_pack",
         jnp.asarray(x),
         {"R": 1, "W": words},
         {
@@ -258,7 +264,7 @@ def test_calls_run() -> None:
         | {"format": name},
     )
     got = tables.call(
-        "ep_unpack",
+        "ep_dispatch_unpack",
         jnp.asarray(x),
         {"G": GROUPS, "N": ROWS},
         {

@@ -52,7 +52,7 @@ def test_halves(mesh, check_vma: bool) -> None:
     found = [call.target for call in calls(text)]
     assert set(found) == set(TOKEN_INDEX)
     forward = ["ep_dispatch_send"] * 2 + ["ep_dispatch", "ep_combine"]
-    forward += ["ep_dispatch_place"] * 2 + ["ep_combine_send"] * 2
+    forward += ["ep_dispatch_recv"] * 2 + ["ep_combine_send"] * 2
     assert found[:8] == forward
     assert afters(text) == chain(len(found))
 
@@ -71,7 +71,12 @@ def test_copied_halves(mesh) -> None:
     whole = lowered(mesh, jax.grad(run))
     named = r"custom_call @(ep_\w+)\("
     others = set(re.findall(named, whole)) - set(TOKEN_INDEX)
-    assert others == {"ep_pack", "ep_unpack", "ep_combine_pack", "ep_combine_unpack"}
+    assert others == {
+        "ep_dispatch_pack",
+        "ep_dispatch_unpack",
+        "ep_combine_pack",
+        "ep_combine_unpack",
+    }
     assert whole.count('"stablehlo.all_to_all"') == 2
     text = "\n".join(
         line for line in whole.splitlines() if not set(re.findall(named, line)) & others
@@ -119,14 +124,14 @@ def test_halves_on_a_stream(mesh, check_vma: bool) -> None:
 
     text = lowered(mesh, body, check_vma=check_vma)
     found = made_by(text)
-    targets = ["compute_on", "ep_dispatch_place", "compute_on_0", "ep_combine_place"]
+    targets = ["compute_on", "ep_dispatch_recv", "compute_on_0", "ep_combine_recv"]
     targets += ["ep_dispatch_cached", "ep_combine"]
     assert [target for target, _ in found] == targets
     assert [before for _, before in found] == [None, *targets[:-1]]
     apart = re.findall(r"func.func private @(compute_on\w*)\(.*?\n.*?@(ep_\w+)\(", text)
     assert apart == [
-        ("compute_on", "ep_dispatch_send_aside"),
-        ("compute_on_0", "ep_combine_send_aside"),
+        ("compute_on", "ep_dispatch_send_on_stream"),
+        ("compute_on_0", "ep_combine_send_on_stream"),
     ]
 
 
@@ -150,8 +155,8 @@ def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
     assert cut
     assert order == [
         *("sine", "optimization_barrier", *cut),
-        *("ep_dispatch_place", "optimization_barrier", "cosine"),
-        *("optimization_barrier", "ep_combine_place", "optimization_barrier"),
+        *("ep_dispatch_recv", "optimization_barrier", "cosine"),
+        *("optimization_barrier", "ep_combine_recv", "optimization_barrier"),
     ]
     packed = {match[1] for match in re.finditer(r"(%\d+) = func.call @comp", text)}
     placed = re.findall(r"(%\d+) = .*@annotate_device_placement\((%\d+)\)", text)
@@ -173,7 +178,7 @@ def test_options(mesh, mode: str, one: Any) -> None:
 
     text = lowered(mesh, body)
     if ep.config.skip_a2a:
-        assert "ep_pack" in text
+        assert "ep_dispatch_pack" in text
         assert not set(TOKEN_INDEX) & set(re.findall(r"@(ep_\w+)\(", text))
         return
     assert len(calls(text)) == (8 if one is layer else 12)

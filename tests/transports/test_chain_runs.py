@@ -66,8 +66,8 @@ class Chained(Collective):
     def dispatch_send(self, *args: Any) -> Any:
         return self._call(super().dispatch_send, *args)
 
-    def dispatch_receive(self, *args: Any) -> Any:
-        return self._call(super().dispatch_receive, *args)
+    def dispatch_recv(self, *args: Any) -> Any:
+        return self._call(super().dispatch_recv, *args)
 
     def dispatch_cached(self, *args: Any) -> Any:
         return self._call(super().dispatch_cached, *args)
@@ -85,10 +85,10 @@ class Chained(Collective):
             lambda ep, rows, after: send(ep, rows, wire, after), ep, rows, after
         )
 
-    def combine_receive(
+    def combine_recv(
         self, ep: Any, sent: Any, sums: Any, like: Any, wire: Any, after: Any
     ) -> Any:
-        receive = super().combine_receive
+        receive = super().combine_recv
         return self._call(
             lambda ep, sent, sums, like, after: receive(
                 ep, sent, sums, like, wire, after

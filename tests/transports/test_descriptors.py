@@ -79,7 +79,7 @@ def take_content(client: DescriptorClient, number: int) -> bytes:
 
 
 def test_memory_of_another_process(giving) -> None:
-    """Each process sees the other's stores; the memory outlives its giver."""
+    """Each process sees the other's stores; the memory outlives its server."""
     process, address = giving
     client = DescriptorClient(address, 20.0)
     descriptor = client.take(7)
@@ -95,7 +95,7 @@ def test_memory_of_another_process(giving) -> None:
     client.close()
 
 
-def test_giver_that_dies(giving) -> None:
+def test_server_that_dies(giving) -> None:
     """The error comes at once, both during a connection and before one."""
     process, address = giving
     client = DescriptorClient(address, 20.0)
@@ -110,7 +110,7 @@ def test_giver_that_dies(giving) -> None:
     assert time.monotonic() - start < 15
 
 
-def test_giver_that_is_silent(giving) -> None:
+def test_server_that_is_silent(giving) -> None:
     """A stopped process has a socket but does not answer."""
     process, address = giving
     process.send_signal(signal.SIGSTOP)
@@ -197,8 +197,8 @@ def test_other_users_are_left(server, monkeypatch) -> None:
         assert take_content(client, 1) == b"here"
 
 
-def test_giver_of_another_user_is_asked_nothing(server, monkeypatch) -> None:
-    """A process that listens under the giver's name learns no secret and is refused."""
+def test_server_of_another_user_is_asked_nothing(server, monkeypatch) -> None:
+    """One that listens under the server's name learns no secret and is refused."""
     user = os.geteuid()
     monkeypatch.setattr(_descriptors.os, "geteuid", lambda: user + 1)
     with pytest.raises(PermissionError, match="belongs to another user"):
@@ -251,16 +251,16 @@ def test_crowd_of_silent_clients(user, monkeypatch) -> None:
     """They take no one's place in the queue, nor of a client that knows the secret."""
     if user and os.geteuid():
         pytest.skip("needs root, to be another user")
-    givers = [DescriptorServer() for _ in range(2)]
+    servers = [DescriptorServer() for _ in range(2)]
     with contextlib.ExitStack() as stack:
-        for server in givers:
+        for server in servers:
             stack.callback(server.close)
             server.give(1, make_file())
         early = stack.enter_context(
-            contextlib.closing(DescriptorClient(givers[0].address, 20.0))
+            contextlib.closing(DescriptorClient(servers[0].address, 20.0))
         )
         early.greet()
-        for server in givers:
+        for server in servers:
             name = (_descriptors._PREFIX[1:] + server._name.hex().encode()).decode()
             crowd = subprocess.Popen(
                 [sys.executable, "-c", CROWD, str(user), name, "900", "20"],
@@ -271,7 +271,7 @@ def test_crowd_of_silent_clients(user, monkeypatch) -> None:
             assert crowd.stdout is not None
             stack.callback(crowd.stdout.close)
             assert crowd.stdout.readline() == b"here\n"
-        for server in givers:
+        for server in servers:
             for _ in range(3):
                 with contextlib.closing(
                     DescriptorClient(server.address, 20.0)
@@ -448,7 +448,7 @@ def test_answer_that_is_none(reply: bytes, count: int) -> None:
     assert fake_windows.descriptors() == before
 
 
-def test_end_of_a_giver_is_the_end_of_its_clients() -> None:
+def test_end_of_a_server_is_the_end_of_its_clients() -> None:
     server = DescriptorServer()
     server.give(1, make_file())
     client = DescriptorClient(server.address, 20.0)

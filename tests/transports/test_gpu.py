@@ -101,6 +101,6 @@ def test_kernels_show_by_name_in_a_trace(tmp_path):
         }
     wanted = ("DispatchKernel", "CombineKernel")
     if helpers.TRANSPORT == "collective":
-        wanted = ("PackKernel", "CombinePackKernel", "CombineUnpackKernel")
+        wanted = ("DispatchPackKernel", "CombinePackKernel", "CombineUnpackKernel")
     for word in wanted:
         assert any(word in name for name in names), (word, sorted(names))

@@ -16,11 +16,11 @@ from jax_ep._peers.rendezvous import Rendezvous
 from support import fake_windows, helpers
 
 
-def test_giver_ends_where_a_child_has_its_sockets_too() -> None:
+def test_server_ends_where_a_child_has_its_sockets_too() -> None:
     """A fork copies descriptors, which stay open until the child ends."""
-    giver = DescriptorServer()
-    copy = os.dup(giver._wake.fileno())
-    closing = threading.Thread(target=giver.close, daemon=True)
+    server = DescriptorServer()
+    copy = os.dup(server._wake.fileno())
+    closing = threading.Thread(target=server.close, daemon=True)
     closing.start()
     closing.join(20)
     os.close(copy)

@@ -33,11 +33,11 @@ def test_ranks_of_forced_nodes_are_left_to_puts() -> None:
         near = [0, 0, 2002] if process == 2 else [2, 1002, 0]
         assert native.given[7] == [near]
         # The last node has one rank less.
-        assert native.far[7] == ([[0, 1, 2]], [], KERNELS)
+        assert native.internode[7] == ([[0, 1, 2]], [], KERNELS)
     # Nodes as large as the groups need no puts.
     job.shared.unreached = set()
     job.opens(8, ranks_per_node=3)
-    assert {native.far[8] for native in job.natives.values()} == {None}
+    assert {native.internode[8] for native in job.natives.values()} == {None}
 
 
 def test_hosts_are_nodes(monkeypatch) -> None:
@@ -47,10 +47,10 @@ def test_hosts_are_nodes(monkeypatch) -> None:
     job.opens(7)
     hosts[0] = "b"
     job.opens(8, True)
-    far = {p: native.far[8] for p, native in job.natives.items()}
+    internode = {p: native.internode[8] for p, native in job.natives.items()}
     # PEs by rank in each group.
     for process, pes in {0: [3, 0], 1: [2, 1], 2: [2, 1], 3: [3, 0]}.items():
-        assert far[process] == ([pes], [], KERNELS)
+        assert internode[process] == ([pes], [], KERNELS)
     given = {p: native.given[8][0] for p, native in job.natives.items()}
     assert given == {0: [0, 3], 1: [2003, 1003], 2: [2003, 1003], 3: [3003, 0]}
     job.modules[2].HAS_KERNELS = False
@@ -70,7 +70,7 @@ def test_bundles_want_nodes_of_several_ranks() -> None:
         job.opens(7, True, shape, **changes)
         for native in job.natives.values():
             numbers = [[0, 0, 2, 2]] if shape[0] else []
-            assert native.far[7] == ([[0, 1, 2, 3]], numbers, KERNELS)
+            assert native.internode[7] == ([[0, 1, 2, 3]], numbers, KERNELS)
 
 
 @pytest.mark.parametrize("node", [1, 2, 4])

@@ -64,7 +64,7 @@ class Pair:
         changes = helpers.HALVES | changes
         config = helpers.make_config(**changes, ranks_per_node=node)
         self.mesh = mesh
-        self.far = jax_ep.init(mesh, "ep", config, transport="shmem")
+        self.internode = jax_ep.init(mesh, "ep", config, transport="shmem")
         self.plain = jax_ep.init(mesh, "ep", config, transport="collective")
         self.programs: dict[Any, list[Any]] = {}
 
@@ -73,21 +73,21 @@ class Pair:
         if body not in self.programs:
             self.programs[body] = [
                 compare_transports.mapped(self.mesh, functools.partial(body, ep))
-                for ep in (self.far, self.plain)
+                for ep in (self.internode, self.plain)
             ]
-        far, plain = self.programs[body]
+        internode, plain = self.programs[body]
         wanted = [plain(o) for o in sets]
-        found = [far(o) for _ in range(times) for o in sets]
+        found = [internode(o) for _ in range(times) for o in sets]
         for i, result in enumerate(found):
             actual, other = (
                 r["exact"] if isinstance(r, dict) else r
                 for r in (result, wanted[i % len(wanted)])
             )
             compare_transports.assert_same(actual, other, f"{body} {i}")
-        self.far.check()
+        self.internode.check()
 
     def close(self) -> None:
-        self.far.close()
+        self.internode.close()
         self.plain.close()
 
 

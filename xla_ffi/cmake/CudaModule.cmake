@@ -27,14 +27,15 @@ target_link_libraries(jax_ep_cudart INTERFACE "${JAX_EP_CUDART}" ${CMAKE_DL_LIBS
 
 add_library(
   jax_ep_cuda OBJECT
-  cuda/collective/pack.cu cuda/collective/unpack.cu cuda/collective/combine.cu cuda/quantize.cu
+  cuda/collective/dispatch_pack.cu cuda/collective/dispatch_unpack.cu
+  cuda/collective/combine.cu cuda/quantize.cu
   cuda/expert_rows.cu cuda/init.cu cuda/internode/calls.cc cuda/memory/driver.cc cuda/memory/fabric.cc
   cuda/memory/lasting.cc cuda/memory/window_support.cc cuda/memory/windows.cc cuda/router.cu)
 # These need Hopper. Without older architectures they compile in three quarters of the time.
 add_library(
   jax_ep_windows OBJECT
-  cuda/window/dispatch.cu cuda/window/dispatch_halves.cu cuda/window/cached_dispatch.cu
-  cuda/window/combine.cu cuda/window/combine_send.cu cuda/window/combine_receive.cu
+  cuda/window/dispatch.cu cuda/window/dispatch_halves.cu cuda/window/dispatch_cached.cu
+  cuda/window/combine.cu cuda/window/combine_send.cu cuda/window/combine_recv.cu
   cuda/low_latency/dispatch.cu cuda/low_latency/combine.cu)
 set(jax_ep_windows_for ${CMAKE_CUDA_ARCHITECTURES})
 list(FILTER jax_ep_windows_for EXCLUDE REGEX "^[5-8][0-9]")

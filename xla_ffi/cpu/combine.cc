@@ -56,7 +56,7 @@ void SumRowsOfSlot(const CombinePackStep& step, const CombineMessage& message, c
     for (int64_t k = 0; k < shape.top_k; ++k) {
       const int32_t row = RowOrDropped(rows[k], shape.recv_rows);
       if (row < 0) continue;
-      const float weight = step.row_weights != nullptr ? step.row_weights[row] : 1.0f;
+      const float weight = step.router_weights != nullptr ? step.router_weights[row] : 1.0f;
       Accumulate(sum, static_cast<const Element*>(step.expert_out) + row * shape.hidden + begin,
                  weight, count);
     }

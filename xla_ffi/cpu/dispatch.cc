@@ -40,7 +40,8 @@ void ForEachSlot(const EpShape& shape, const int32_t* slots, Send&& send) {
 // Gathers the scales of a tile's rows; those of rows that nothing fills become zero.
 // `scales_of(slot)` returns the scales of a message.
 template <typename ScalesOf>
-void PlaceTile(const UnpackStep& step, const ScaleTiles& tiles, int64_t tile, ScalesOf scales_of) {
+void PlaceTile(const DispatchUnpackStep& step, const ScaleTiles& tiles, int64_t tile,
+               ScalesOf scales_of) {
   const RowsOfTile rows =
       FindRowsOfTile(tile, step.row_offsets, step.scales_offsets, step.shape.local_experts);
   for (int64_t i = 0; i < kTileRows; ++i) {
@@ -57,7 +58,7 @@ void PlaceTile(const UnpackStep& step, const ScaleTiles& tiles, int64_t tile, Sc
 // Where a row's scales go, if there are no tiles.
 class ScaleRows {
  public:
-  ScaleRows(const UnpackStep& step, int64_t scale_bytes)
+  ScaleRows(const DispatchUnpackStep& step, int64_t scale_bytes)
       : scales_(step.scales),
         bytes_(scale_bytes),
         line_bytes_(step.scale_layout == ScaleLayout::kColumns
@@ -90,7 +91,7 @@ class ScaleRows {
   int64_t line_bytes_;  // 0: scales lie by row
 };
 
-void Report(const PackStep& step, const KeptInvalidIds& invalid) {
+void Report(const DispatchPackStep& step, const KeptInvalidIds& invalid) {
   WriteReport(*step.report, [&] {
     const auto top_k = static_cast<int32_t>(step.shape.top_k);
     step.report->token = invalid.first_entry / top_k;
@@ -101,7 +102,7 @@ void Report(const PackStep& step, const KeptInvalidIds& invalid) {
 
 // Fills in what an unpack returns if its sources were in different calls.
 template <typename Format>
-void ReturnNothing(const UnpackStep& step) {
+void ReturnNothing(const DispatchUnpackStep& step) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
   const bool tiled = step.scale_layout == ScaleLayout::kTiled128x4;
@@ -113,7 +114,7 @@ void ReturnNothing(const UnpackStep& step) {
                     : (step.scale_layout == ScaleLayout::kColumns ? ScaleLine(shape.recv_rows)
                                                                   : shape.recv_rows) *
                           Format::ScaleBytes(shape.hidden));
-  FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
+  FillNoValue(step.router_weights, shape.recv_rows * kWeightBytes);
   std::fill_n(step.row_slot, shape.recv_rows, -1);
   std::fill_n(step.src_info, shape.recv_rows * 3, -1);
   std::fill_n(step.expert_ids, experts, -1);
@@ -133,7 +134,7 @@ void ReturnNothing(const UnpackStep& step) {
 }  // namespace
 
 template <typename Format>
-RowTask Pack(const PackStep& step) {
+RowTask DispatchPack(const DispatchPackStep& step) {
   const EpShape& shape = step.shape;
   const auto header = RegionHeader::Of(shape.local_experts);
   const auto message = DispatchMessage::Of(PayloadBytes<Format>(shape),
@@ -193,7 +194,7 @@ RowTask Pack(const PackStep& step) {
 }
 
 template <typename Format>
-RowTask Unpack(const UnpackStep& step) {
+RowTask DispatchUnpack(const DispatchUnpackStep& step) {
   const EpShape& shape = step.shape;
   const int64_t payload_bytes = PayloadBytes<Format>(shape);
   const auto header = RegionHeader::Of(shape.local_experts);
@@ -239,7 +240,7 @@ RowTask Unpack(const UnpackStep& step) {
   // Then the tables, row by row, so that the copies below may run in any order.
   std::fill_n(step.row_slot, shape.recv_rows, -1);
   std::fill_n(step.src_info, shape.recv_rows * 3, -1);
-  std::fill_n(step.row_weights, shape.recv_rows, 0.0f);
+  std::fill_n(step.router_weights, shape.recv_rows, 0.0f);
   std::fill_n(step.row_of, shape.slots() * shape.top_k, -1);
   int64_t received = 0;
   for (int64_t source = 0; source < shape.ranks; ++source) {
@@ -264,7 +265,8 @@ RowTask Unpack(const UnpackStep& step) {
         info[0] = static_cast<int32_t>(source);
         info[1] = *Int32At(from, message.source_token);
         info[2] = static_cast<int32_t>(k);
-        std::memcpy(step.row_weights + row, from + message.weight + k * kWeightBytes, kWeightBytes);
+        std::memcpy(step.router_weights + row, from + message.weight + k * kWeightBytes,
+                    kWeightBytes);
       }
     }
   }
@@ -315,11 +317,11 @@ RowTask Unpack(const UnpackStep& step) {
 }
 
 template <typename Format>
-RowTask CachedPack(const CachedPackStep& step) {
+RowTask DispatchCachedPack(const DispatchCachedPackStep& step) {
   const EpShape& shape = step.shape;
-  const auto message = CachedDispatchMessage::Of(
+  const auto message = DispatchCachedMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
-  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  const auto region = DispatchCachedRegion::Of(shape.tokens, message.bytes);
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
     uint8_t* to = step.send + rank * region.bytes;
     WriteTag(to, step.tag);
@@ -351,14 +353,14 @@ RowTask CachedPack(const CachedPackStep& step) {
 }
 
 template <typename Format>
-RowTask CachedUnpack(const CachedUnpackStep& step) {
+RowTask DispatchCachedUnpack(const DispatchCachedUnpackStep& step) {
   const EpShape& shape = step.shape;
-  const auto message = CachedDispatchMessage::Of(
+  const auto message = DispatchCachedMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
-  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  const auto region = DispatchCachedRegion::Of(shape.tokens, message.bytes);
   if (!OfOneCall(step.check, step.recv, shape.ranks, region.bytes)) {
     FillNoValue(step.rows, shape.recv_rows * shape.row_bytes());
-    if (step.num_weights != 0) FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
+    if (step.num_weights != 0) FillNoValue(step.router_weights, shape.recv_rows * kWeightBytes);
     return {};
   }
   const bool streaming = shape.recv_rows * shape.row_bytes() > kStreamingBytes;
@@ -374,7 +376,7 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
     const int32_t* rows = step.row_of + slot * top_k;
     return std::find(rows, rows + top_k, static_cast<int32_t>(row)) != rows + top_k;
   };
-  // As in Unpack: slots, then rows that nothing fills.
+  // As in the unpack: slots, then rows that nothing fills.
   auto run = [=](int64_t begin, int64_t end) {
     const EpShape& shape = step.shape;
     const int64_t row_bytes = shape.row_bytes();
@@ -393,8 +395,8 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
         }
         CopyRow(step.rows + row * row_bytes, from, row_bytes, streaming);
         if (step.num_weights != 0) {
-          std::memcpy(step.row_weights + row, message_of_slot + message.weight + k * kWeightBytes,
-                      kWeightBytes);
+          std::memcpy(step.router_weights + row,
+                      message_of_slot + message.weight + k * kWeightBytes, kWeightBytes);
         }
       }
     }
@@ -402,18 +404,18 @@ RowTask CachedUnpack(const CachedUnpackStep& step) {
          ++row) {
       if (is_filled(row)) continue;
       ClearRow(step.rows + row * row_bytes, row_bytes, streaming);
-      if (step.num_weights != 0) step.row_weights[row] = 0.0f;
+      if (step.num_weights != 0) step.router_weights[row] = 0.0f;
     }
     if (streaming) FenceStreaming();
   };
   return {shape.slots() + shape.recv_rows, shape.recv_rows * shape.row_bytes(), std::move(run)};
 }
 
-#define JAX_EP_INSTANTIATE(Format)                            \
-  template RowTask Pack<Format>(const PackStep&);             \
-  template RowTask Unpack<Format>(const UnpackStep&);         \
-  template RowTask CachedPack<Format>(const CachedPackStep&); \
-  template RowTask CachedUnpack<Format>(const CachedUnpackStep&);
+#define JAX_EP_INSTANTIATE(Format)                                            \
+  template RowTask DispatchPack<Format>(const DispatchPackStep&);             \
+  template RowTask DispatchUnpack<Format>(const DispatchUnpackStep&);         \
+  template RowTask DispatchCachedPack<Format>(const DispatchCachedPackStep&); \
+  template RowTask DispatchCachedUnpack<Format>(const DispatchCachedUnpackStep&);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

@@ -8,13 +8,13 @@
 namespace jax_ep::cpu {
 
 template <typename Format>
-RowTask Pack(const PackStep& step);
+RowTask DispatchPack(const DispatchPackStep& step);
 template <typename Format>
-RowTask Unpack(const UnpackStep& step);
+RowTask DispatchUnpack(const DispatchUnpackStep& step);
 template <typename Format>
-RowTask CachedPack(const CachedPackStep& step);
+RowTask DispatchCachedPack(const DispatchCachedPackStep& step);
 template <typename Format>
-RowTask CachedUnpack(const CachedUnpackStep& step);
+RowTask DispatchCachedUnpack(const DispatchCachedUnpackStep& step);
 
 // Turn rows into codes and scales, and back. For quantised formats only.
 template <typename Format>

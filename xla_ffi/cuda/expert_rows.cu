@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const bool there = step.row_slot[row] >= 0;
     float sum = 0.0f;
     if (there) {
-      const float weight = step.row_weights[row];
+      const float weight = step.router_weights[row];
       uint8_t* own = static_cast<uint8_t*>(step.to_rows) + row * row_bytes;
       const uint8_t* other = static_cast<const uint8_t*>(step.expert_out) + row * row_bytes;
       for (int64_t part = Lane(); part < vectors; part += kPartVectors) {

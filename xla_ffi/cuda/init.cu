@@ -30,20 +30,20 @@ cudaError_t WriteInit(const InitResults& results, uint32_t* dev_ptrs, int32_t* m
 
 cudaError_t PreloadKernels() {
   cudaError_t error = Preload(WriteInitKernel);
-  if (error == cudaSuccess) error = PreloadPackKernels();
-  if (error == cudaSuccess) error = PreloadUnpackKernels();
+  if (error == cudaSuccess) error = PreloadDispatchPackKernels();
+  if (error == cudaSuccess) error = PreloadDispatchUnpackKernels();
   if (error == cudaSuccess) error = PreloadCombineKernels();
   if (error == cudaSuccess) error = PreloadQuantizeKernels();
   return error;
 }
 
 cudaError_t PreloadWindowKernels() {
-  cudaError_t error = PreloadWindowDispatch();
-  if (error == cudaSuccess) error = PreloadWindowCachedDispatch();
-  if (error == cudaSuccess) error = PreloadWindowCombine();
-  if (error == cudaSuccess) error = PreloadWindowDispatchHalves();
-  if (error == cudaSuccess) error = PreloadWindowCombineSend();
-  if (error == cudaSuccess) error = PreloadWindowCombineReceive();
+  cudaError_t error = PreloadDispatch();
+  if (error == cudaSuccess) error = PreloadDispatchCached();
+  if (error == cudaSuccess) error = PreloadCombine();
+  if (error == cudaSuccess) error = PreloadDispatchHalves();
+  if (error == cudaSuccess) error = PreloadCombineSend();
+  if (error == cudaSuccess) error = PreloadCombineRecv();
   return error;
 }
 

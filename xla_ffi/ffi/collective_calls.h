@@ -22,7 +22,7 @@ struct ArrivalRows {
                  Ret<I32>("expert_ids", {G}, &Arrivals::expert_ids),
                  Ret<I32>("scales_offsets", {G}, &Arrivals::scales_offsets).When(kTiled),
                  Ret<I32>("src_info", {N, 3}, &Arrivals::src_info),
-                 Ret<F32>("router_weights", {N}, &Arrivals::row_weights),
+                 Ret<F32>("router_weights", {N}, &Arrivals::router_weights),
                  Ret<I32>("num_dropped", {1}, &Arrivals::num_dropped),
                  Ret<I32>("row_of", {R, n, K}, &Arrivals::row_of),
                  Ret<I32>("row_slot", {N}, &Arrivals::row_slot),
@@ -33,8 +33,8 @@ inline DispatchMessage DispatchMessageOf(const CallState& call) {
   return DispatchMessage::Of(call.encoding.payload_bytes, call.encoding.scale_bytes,
                              call.shape.top_k);
 }
-inline CachedDispatchMessage CachedMessageOf(const CallState& call) {
-  return CachedDispatchMessage::Of(call.encoding.payload_bytes, call.encoding.scale_bytes,
+inline DispatchCachedMessage DispatchCachedMessageOf(const CallState& call) {
+  return DispatchCachedMessage::Of(call.encoding.payload_bytes, call.encoding.scale_bytes,
                                    call.num_weights());
 }
 
@@ -82,8 +82,8 @@ struct RoutedCall : WireCall<Step> {
   }
 };
 
-struct PackCall : RoutedCall<PackStep> {
-  static constexpr const char* kTarget = "ep_pack";
+struct DispatchPackCall : RoutedCall<DispatchPackStep> {
+  static constexpr const char* kTarget = "ep_dispatch_pack";
   static constexpr auto kOperands = SentRows<Step>::kRows;
   static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send),
                                               Ret<I32>("slot_of", {n, K}, &Step::slot_of),
@@ -104,8 +104,8 @@ struct PackCall : RoutedCall<PackStep> {
   void Finish() { step.tag = Tag(CallOp::kDispatch); }
 };
 
-struct UnpackCall : RoutedCall<UnpackStep> {
-  static constexpr const char* kTarget = "ep_unpack";
+struct DispatchUnpackCall : RoutedCall<DispatchUnpackStep> {
+  static constexpr const char* kTarget = "ep_dispatch_unpack";
   static constexpr auto kOperands =
       std::tuple(Arg<Wire>("recv", {R, W}, &Step::recv), Arg<I32>("slot_of", {n, K}, nullptr),
                  Arg<I32>("num_invalid", {1}, nullptr));
@@ -128,30 +128,31 @@ struct CachedCall : WireCall<Step> {
   static constexpr bool kFormatted = true;
 
   void Size(Checker&) {
-    this->SetRegion(CachedRegion::Of(this->shape.tokens, CachedMessageOf(*this).bytes).bytes);
+    this->SetRegion(
+        DispatchCachedRegion::Of(this->shape.tokens, DispatchCachedMessageOf(*this).bytes).bytes);
   }
 };
 
-struct CachedPackCall : CachedCall<CachedPackStep> {
-  static constexpr const char* kTarget = "ep_pack_cached";
+struct DispatchCachedPackCall : CachedCall<DispatchCachedPackStep> {
+  static constexpr const char* kTarget = "ep_dispatch_cached_pack";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens),
-                 Arg<F32>("weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
+                 Arg<F32>("router_weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
                  Arg<I32>("slot_of", {n, K}, &Step::slot_of));
   static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send));
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kFormat);
 
-  void Finish() { step.tag = Tag(CallOp::kCachedDispatch); }
+  void Finish() { step.tag = Tag(CallOp::kDispatchCached); }
 };
 
-struct CachedUnpackCall : CachedCall<CachedUnpackStep> {
-  static constexpr const char* kTarget = "ep_unpack_cached";
+struct DispatchCachedUnpackCall : CachedCall<DispatchCachedUnpackStep> {
+  static constexpr const char* kTarget = "ep_dispatch_cached_unpack";
   static constexpr auto kOperands = std::tuple(Arg<Wire>("recv", {R, W}, &Step::recv),
                                                Arg<I32>("row_of", {R, n, K}, &Step::row_of),
                                                Arg<I32>("row_slot", {N}, &Step::row_slot));
   static constexpr auto kResults =
       std::tuple(Ret<Token>("rows", {N, H}, &Step::rows),
-                 Ret<F32>("row_weights", {N}, &Step::row_weights).Shows(kWithWeights));
+                 Ret<F32>("router_weights", {N}, &Step::router_weights).Shows(kWithWeights));
   static constexpr auto kAttributes = std::tuple(kKey, kFormat);
 };
 
@@ -166,7 +167,7 @@ struct CombinePackCall : WireCall<CombinePackStep> {
   static constexpr const char* kTarget = "ep_combine_pack";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<F32>("router_weights", {N}, &Step::router_weights).When(kWeighted),
                  Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
                  Arg<I32>("row_of", {R, n, K}, &Step::row_of),
                  Arg<I32>("slot_counts", {R}, &Step::slot_counts));

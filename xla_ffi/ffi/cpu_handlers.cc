@@ -27,21 +27,23 @@ cpu::RowTask OfFormat(std::string_view format, MakeTask&& make_task) {
   return task;
 }
 
-cpu::RowTask Start(PackCall& call, int32_t ordinal) {
+cpu::RowTask Start(DispatchPackCall& call, int32_t ordinal) {
   const auto group = GroupRegistry::Get().Find(call.key);
   if (group) call.step.report = group->InvalidIdReportOf(ordinal);
-  return OfFormat(call.format, [&]<typename F>(F) { return cpu::Pack<F>(call.step); });
+  return OfFormat(call.format, [&]<typename F>(F) { return cpu::DispatchPack<F>(call.step); });
 }
-cpu::RowTask Start(UnpackCall& call, int32_t ordinal) {
+cpu::RowTask Start(DispatchUnpackCall& call, int32_t ordinal) {
   SetCheck(call, ordinal);
-  return OfFormat(call.format, [&]<typename F>(F) { return cpu::Unpack<F>(call.step); });
+  return OfFormat(call.format, [&]<typename F>(F) { return cpu::DispatchUnpack<F>(call.step); });
 }
-cpu::RowTask Start(CachedPackCall& call, int32_t) {
-  return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedPack<F>(call.step); });
+cpu::RowTask Start(DispatchCachedPackCall& call, int32_t) {
+  return OfFormat(call.format,
+                  [&]<typename F>(F) { return cpu::DispatchCachedPack<F>(call.step); });
 }
-cpu::RowTask Start(CachedUnpackCall& call, int32_t ordinal) {
+cpu::RowTask Start(DispatchCachedUnpackCall& call, int32_t ordinal) {
   SetCheck(call, ordinal);
-  return OfFormat(call.format, [&]<typename F>(F) { return cpu::CachedUnpack<F>(call.step); });
+  return OfFormat(call.format,
+                  [&]<typename F>(F) { return cpu::DispatchCachedUnpack<F>(call.step); });
 }
 cpu::RowTask Start(CombinePackCall& call, int32_t) { return cpu::CombinePack(call.step); }
 cpu::RowTask Start(CombineUnpackCall& call, int32_t ordinal) {

@@ -73,11 +73,11 @@ nb::list LayoutTable(const std::string& format, int64_t hidden, int64_t element_
   add("DispatchMessage", "position", "int32 [K]", dispatch.position);
   add("DispatchMessage", "weight", "float32 [K]", dispatch.weight);
   add("DispatchMessage", "bytes", "", dispatch.bytes);
-  const auto cached = CachedDispatchMessage::Of(payload, scales, top_k);
-  add("CachedDispatchMessage", "payload", "format", cached.payload);
-  add("CachedDispatchMessage", "scales", "format", cached.scales);
-  add("CachedDispatchMessage", "weight", "float32 [K]", cached.weight);
-  add("CachedDispatchMessage", "bytes", "", cached.bytes);
+  const auto cached = DispatchCachedMessage::Of(payload, scales, top_k);
+  add("DispatchCachedMessage", "payload", "format", cached.payload);
+  add("DispatchCachedMessage", "scales", "format", cached.scales);
+  add("DispatchCachedMessage", "weight", "float32 [K]", cached.weight);
+  add("DispatchCachedMessage", "bytes", "", cached.bytes);
   const auto combine = CombineMessage::Of(hidden * element_bytes, 0, top_k);
   add("CombineMessage", "row", "combine_dtype [H]", combine.row);
   add("CombineMessage", "scales", "combine_format", combine.scales);
@@ -117,12 +117,12 @@ NB_MODULE(_native_cpu, m) {
       nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
       nb::arg("top_k"), nb::arg("local_experts"), "Bytes of one region of a first dispatch.");
   m.def(
-      "cached_region_bytes",
+      "dispatch_cached_region_bytes",
       [](const std::string& format, int64_t hidden, int64_t element_bytes, int64_t tokens,
          int64_t num_weights) {
         const auto [payload, scales] = Encoded(format, hidden, element_bytes);
-        const int64_t message = CachedDispatchMessage::Of(payload, scales, num_weights).bytes;
-        return CachedRegion::Of(tokens, message).bytes;
+        const int64_t message = DispatchCachedMessage::Of(payload, scales, num_weights).bytes;
+        return DispatchCachedRegion::Of(tokens, message).bytes;
       },
       nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"), nb::arg("tokens"),
       nb::arg("num_weights"), "Bytes of one region of a dispatch along a known route.");
@@ -138,12 +138,13 @@ NB_MODULE(_native_cpu, m) {
       nb::arg("num_weights"), "Bytes of one region of a combine.");
   m.def(
       "window_bytes",
-      [](const nb::dict& config, bool far, std::pair<int64_t, int64_t> bundled) {
-        return GivenWindowBytes(WindowSizesFrom(config), far, bundled.first, bundled.second);
+      [](const nb::dict& config, bool internode, std::pair<int64_t, int64_t> bundled) {
+        return GivenWindowBytes(WindowSizesFrom(config), internode, bundled.first, bundled.second);
       },
-      nb::arg("config"), nb::arg("far") = false, nb::arg("bundled") = std::pair(0, 0),
+      nb::arg("config"), nb::arg("internode") = false, nb::arg("bundled") = std::pair(0, 0),
       "Bytes of a rank's window of transports p2p and shmem, of a group that need not be here. "
-      "`far`: with what reaches ranks on other nodes, `bundled`: the number of nodes and of ranks "
+      "`internode`: with what reaches ranks on other nodes, `bundled`: the number of nodes and of "
+      "ranks "
       "in each, where dispatches are bundled.");
   m.def("encoded_bytes", &Encoded, nb::arg("format"), nb::arg("hidden"), nb::arg("element_bytes"),
         "Bytes of an encoded token: (payload, scales).");

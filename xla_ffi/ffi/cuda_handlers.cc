@@ -1,6 +1,6 @@
 // The targets on the GPU: decode, then enqueue the step or the call on XLA's stream. All may run
-// under graph capture except ep_init and the calls aside, which must not. XLA has made the stream's
-// device current.
+// under graph capture except ep_init and the calls of OnStreamCalls, which must not. XLA has made
+// the stream's device current.
 #include "ffi/cuda_handlers.h"
 
 #include <cuda_runtime_api.h>
@@ -40,23 +40,25 @@ cudaError_t OfFormat(std::string_view format, Launch&& launch) {
   return error;
 }
 
-cudaError_t Enqueue(PackCall& call, int32_t ordinal, cudaStream_t stream) {
+cudaError_t Enqueue(DispatchPackCall& call, int32_t ordinal, cudaStream_t stream) {
   const auto group = GroupRegistry::Get().Find(call.key);
   if (group) call.step.report = group->InvalidIdReportOf(ordinal);
-  return OfFormat(call.format, [&]<typename F>(F) { return cuda::Pack<F>(call.step, stream); });
-}
-cudaError_t Enqueue(UnpackCall& call, int32_t ordinal, cudaStream_t stream) {
-  SetCheck(call, ordinal);
-  return OfFormat(call.format, [&]<typename F>(F) { return cuda::Unpack<F>(call.step, stream); });
-}
-cudaError_t Enqueue(CachedPackCall& call, int32_t, cudaStream_t stream) {
   return OfFormat(call.format,
-                  [&]<typename F>(F) { return cuda::CachedPack<F>(call.step, stream); });
+                  [&]<typename F>(F) { return cuda::DispatchPack<F>(call.step, stream); });
 }
-cudaError_t Enqueue(CachedUnpackCall& call, int32_t ordinal, cudaStream_t stream) {
+cudaError_t Enqueue(DispatchUnpackCall& call, int32_t ordinal, cudaStream_t stream) {
   SetCheck(call, ordinal);
   return OfFormat(call.format,
-                  [&]<typename F>(F) { return cuda::CachedUnpack<F>(call.step, stream); });
+                  [&]<typename F>(F) { return cuda::DispatchUnpack<F>(call.step, stream); });
+}
+cudaError_t Enqueue(DispatchCachedPackCall& call, int32_t, cudaStream_t stream) {
+  return OfFormat(call.format,
+                  [&]<typename F>(F) { return cuda::DispatchCachedPack<F>(call.step, stream); });
+}
+cudaError_t Enqueue(DispatchCachedUnpackCall& call, int32_t ordinal, cudaStream_t stream) {
+  SetCheck(call, ordinal);
+  return OfFormat(call.format,
+                  [&]<typename F>(F) { return cuda::DispatchCachedUnpack<F>(call.step, stream); });
 }
 cudaError_t Enqueue(CombinePackCall& call, int32_t, cudaStream_t stream) {
   return cuda::CombinePack(call.step, stream);
@@ -112,63 +114,62 @@ ffi::Error Precondition(const char* target, const std::string& message) {
 
 // Returns what the steps for other nodes need to know of a call or of one of its halves.
 template <typename Call>
-cuda::InternodeCall FarCallOf(const Call& call) {
+cuda::InternodeCall InternodeCallOf(const Call& call) {
   using Step = decltype(call.step);
   const EpShape& shape = call.step.shape;
-  cuda::InternodeCall far{};
-  if constexpr (requires { call.pending; }) far.pending = call.pending;
-  if constexpr (std::is_same_v<Step, WindowCombineStep>) {
-    far.kind = CallKind::kCombine;
-    far.shape = InternodeShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
+  cuda::InternodeCall internode{};
+  if constexpr (requires { call.pending; }) internode.pending = call.pending;
+  if constexpr (std::is_same_v<Step, CombineStep>) {
+    internode.kind = CallKind::kCombine;
+    internode.shape =
+        InternodeShape::OfCombine(call.step.messages(), call.message_bytes, shape.hidden);
   } else {
-    constexpr bool kRouted = std::is_same_v<Step, WindowDispatchStep>;
-    far.kind = CallKind::kDispatch;
-    far.shape = InternodeShape::OfDispatch(shape.tokens, call.message_bytes,
-                                           kRouted ? CountCells(shape.local_experts) : 0);
-    far.slots = {call.step.slot_of, shape.tokens, shape.top_k};
+    constexpr bool kRouted = std::is_same_v<Step, DispatchStep>;
+    internode.kind = CallKind::kDispatch;
+    internode.shape = InternodeShape::OfDispatch(shape.tokens, call.message_bytes,
+                                                 kRouted ? CountCells(shape.local_experts) : 0);
+    internode.slots = {call.step.slot_of, shape.tokens, shape.top_k};
   }
-  return far;
+  return internode;
 }
 
-cudaError_t Launch(WindowDispatchCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(DispatchCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   call.step.report = group.InvalidIdReportOf(ordinal);
   const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    const cuda::InternodeRank* far = group.FarOf(ordinal);
-    if (far == nullptr) return cuda::WindowDispatch<F>(call.step, own, stream);
-    return far->Whole(
-        FarCallOf(call), stream,
-        [&](auto* to) { return cuda::WindowDispatchSend<F>(call.step, to, own, stream, true); },
-        [&](auto* from) { return cuda::WindowDispatchReceive<F>(call.step, from, own, stream); });
+    const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+    if (internode == nullptr) return cuda::Dispatch<F>(call.step, own, stream);
+    return internode->Whole(
+        InternodeCallOf(call), stream,
+        [&](auto* to) { return cuda::DispatchSend<F>(call.step, to, own, stream, true); },
+        [&](auto* from) { return cuda::DispatchRecv<F>(call.step, from, own, stream); });
   });
 }
-cudaError_t Launch(WindowCachedDispatchCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(DispatchCachedCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const WindowGroup& own = *group.OfDevice(ordinal);
   return OfFormat(call.format, [&]<typename F>(F) {
-    if constexpr (cuda::kCachedFormat<F>) {
-      const cuda::InternodeRank* far = group.FarOf(ordinal);
-      if (far == nullptr) return cuda::WindowCachedDispatch<F>(call.step, own, stream);
-      return far->Whole(
-          FarCallOf(call), stream,
-          [&](auto* to) { return cuda::WindowCachedDispatchSend<F>(call.step, to, own, stream); },
-          [&](auto* from) {
-            return cuda::WindowCachedDispatchReceive<F>(call.step, from, own, stream);
-          });
+    if constexpr (cuda::kDispatchCachedFormat<F>) {
+      const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+      if (internode == nullptr) return cuda::DispatchCached<F>(call.step, own, stream);
+      return internode->Whole(
+          InternodeCallOf(call), stream,
+          [&](auto* to) { return cuda::DispatchCachedSend<F>(call.step, to, own, stream); },
+          [&](auto* from) { return cuda::DispatchCachedRecv<F>(call.step, from, own, stream); });
     }
     return cudaErrorNotSupported;
   });
 }
-cudaError_t Launch(WindowCombineCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(CombineCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const WindowGroup& own = *group.OfDevice(ordinal);
-  const cuda::InternodeRank* far = group.FarOf(ordinal);
-  if (far == nullptr) return cuda::WindowCombine(call.step, own, stream);
-  return far->Whole(
-      FarCallOf(call), stream,
-      [&](auto* to) { return cuda::WindowCombineSend(call.step, to, own, stream, true); },
-      [&](auto* from) { return cuda::WindowCombineReceive(call.step, from, own, stream); });
+  const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+  if (internode == nullptr) return cuda::Combine(call.step, own, stream);
+  return internode->Whole(
+      InternodeCallOf(call), stream,
+      [&](auto* to) { return cuda::CombineSend(call.step, to, own, stream, true); },
+      [&](auto* from) { return cuda::CombineRecv(call.step, from, own, stream); });
 }
 
 cudaError_t Launch(DispatchSendCall& call, const WindowedGroup& group, int32_t ordinal,
@@ -176,38 +177,37 @@ cudaError_t Launch(DispatchSendCall& call, const WindowedGroup& group, int32_t o
   call.step.report = group.InvalidIdReportOf(ordinal);
   const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
-      return cuda::WindowDispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
+      return cuda::DispatchSend<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
     });
   };
-  const cuda::InternodeRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+  return internode == nullptr ? half() : internode->SendHalf(InternodeCallOf(call), stream, half);
 }
-cudaError_t Launch(DispatchReceiveCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(DispatchRecvCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
     return OfFormat(call.format, [&]<typename F>(F) {
-      return cuda::WindowDispatchReceive<F>(call.step, call.pending, *group.OfDevice(ordinal),
-                                            stream);
+      return cuda::DispatchRecv<F>(call.step, call.pending, *group.OfDevice(ordinal), stream);
     });
   };
-  const cuda::InternodeRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->ReceiveHalf(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+  return internode == nullptr ? half() : internode->RecvHalf(InternodeCallOf(call), stream, half);
 }
 cudaError_t Launch(CombineSendCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
-    return cuda::WindowCombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
+    return cuda::CombineSend(call.step, call.pending, *group.OfDevice(ordinal), stream);
   };
-  const cuda::InternodeRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->SendHalf(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+  return internode == nullptr ? half() : internode->SendHalf(InternodeCallOf(call), stream, half);
 }
-cudaError_t Launch(CombineReceiveCall& call, const WindowedGroup& group, int32_t ordinal,
+cudaError_t Launch(CombineRecvCall& call, const WindowedGroup& group, int32_t ordinal,
                    cudaStream_t stream) {
   const auto half = [&] {
-    return cuda::WindowCombineReceive(call.step, call.pending, *group.OfDevice(ordinal), stream);
+    return cuda::CombineRecv(call.step, call.pending, *group.OfDevice(ordinal), stream);
   };
-  const cuda::InternodeRank* far = group.FarOf(ordinal);
-  return far == nullptr ? half() : far->ReceiveHalf(FarCallOf(call), stream, half);
+  const cuda::InternodeRank* internode = group.InternodeOf(ordinal);
+  return internode == nullptr ? half() : internode->RecvHalf(InternodeCallOf(call), stream, half);
 }
 
 // close() may come at any time after the look at the registry: the kernel then finds its gate
@@ -381,7 +381,7 @@ std::vector<Target> CudaTargets() {
   std::vector<Target> targets{{"ep_init", kInit}};
   AddTargets(targets, StepCalls{}, handler_of);
   AddTargets(targets, WindowCalls{}, handler_of);
-  AddTargets(targets, AsideCalls{}, streamed_of);
+  AddTargets(targets, OnStreamCalls{}, streamed_of);
   const size_t others = targets.size();
   AddTargets(targets, RouterCalls{}, handler_of);
   AddTargets(targets, RowCalls{}, handler_of);

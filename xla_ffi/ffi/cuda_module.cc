@@ -89,13 +89,13 @@ void ImportFromFabric(int64_t key, size_t ep_group, int32_t rank, const nb::byte
   FindWindowed(key)->Import(ep_group, rank, fabric, bytes);
 }
 
-// The fields of FarAccess: pes, nodes, kernels.
-using Far = std::tuple<EpGroups, EpGroups, std::vector<uint64_t>>;
+// The fields of InternodeAccess: pes, nodes, kernels.
+using Internode = std::tuple<EpGroups, EpGroups, std::vector<uint64_t>>;
 
-std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {
-  if (!far) return std::nullopt;
-  const auto& [pes, nodes, functions] = *far;
-  FarAccess access{pes, nodes, {}};
+std::optional<InternodeAccess> AccessOf(const std::optional<Internode>& internode) {
+  if (!internode) return std::nullopt;
+  const auto& [pes, nodes, functions] = *internode;
+  InternodeAccess access{pes, nodes, {}};
   if (functions.size() != cuda::kNumInternodeKernels) {
     throw std::invalid_argument("jax_ep: the native modules must be of one build");
   }
@@ -105,8 +105,8 @@ std::optional<FarAccess> AccessOf(const std::optional<Far>& far) {
 
 int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const nb::dict& config,
                     double timeout_s, int64_t num_sms, uint64_t first_epoch,
-                    const std::optional<GivenWindows>& given, const std::optional<Far>& far,
-                    bool by_fabric) {
+                    const std::optional<GivenWindows>& given,
+                    const std::optional<Internode>& internode, bool by_fabric) {
   const WindowSizes sizes = WindowSizesFrom(config);
   nb::gil_scoped_release release;
   for (const std::vector<int32_t>& ordinals : ep_groups) {
@@ -118,7 +118,7 @@ int64_t OpenWindows(int64_t key, const EpGroups& ep_groups, const nb::dict& conf
                                 "; leave it None to choose from the shape");
   }
   const WindowOptions options{timeout_s, num_sms, first_epoch, by_fabric};
-  const std::optional<FarAccess> access = AccessOf(far);
+  const std::optional<InternodeAccess> access = AccessOf(internode);
   auto group = given ? std::make_shared<WindowedGroup>(ep_groups, sizes, options, *given,
                                                        access ? &*access : nullptr)
                      : std::make_shared<WindowedGroup>(ep_groups, sizes, options);
@@ -141,11 +141,13 @@ NB_MODULE(_native_cuda, m) {
         "Returns (what the groups must have, what was found) if transport p2p cannot serve them.");
   m.def("open_windows", &OpenWindows, nb::arg("key"), nb::arg("ep_groups"), nb::arg("config"),
         nb::kw_only(), nb::arg("timeout_s"), nb::arg("num_sms"), nb::arg("first_epoch"),
-        nb::arg("given") = nb::none(), nb::arg("far") = nb::none(), nb::arg("by_fabric") = false,
+        nb::arg("given") = nb::none(), nb::arg("internode") = nb::none(),
+        nb::arg("by_fabric") = false,
         "Opens a group as open_group does, with a window for each local rank, and returns the "
         "bytes of a window. Windows of ranks in other processes must be added by import_window. "
         "`given` has the addresses of all windows, by EP group and rank, and 0 for ranks on other "
-        "nodes; then no window is allocated, and local ones only get their first contents. `far` "
+        "nodes; then no window is allocated, and local ones only get their first contents. "
+        "`internode` "
         "says how ranks on other nodes are reached: (pes, node numbers or nothing if dispatches "
         "are not bundled, each by EP group and rank; kernels). With `by_fabric`, windows that "
         "other processes share have fabric handles too.");

@@ -139,8 +139,8 @@ class GroupRegistry {
 };
 
 // Sets where an unpack reports mixed-up calls: nowhere once its group has been closed.
-template <typename Unpack>
-void SetCheck(Unpack& call, int32_t ordinal) {
+template <typename UnpackCall>
+void SetCheck(UnpackCall& call, int32_t ordinal) {
   if (const auto group = GroupRegistry::Get().Find(call.key)) {
     call.step.check = group->MixedCallCheckOf(ordinal);
   }

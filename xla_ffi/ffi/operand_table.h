@@ -2,8 +2,8 @@
 // symbolic shape and place in the step of protocol/steps.h. The table makes the binding whose arity
 // and types XLA checks (Bind), the decoder (decode.h) and what Python is told (table_export.h):
 //
-//   struct PackCall : Call<PackStep> {
-//     static constexpr const char* kTarget = "ep_pack";
+//   struct DispatchPackCall : Call<DispatchPackStep> {
+//     static constexpr const char* kTarget = "ep_dispatch_pack";
 //     static constexpr auto kOperands = std::tuple(Arg<Token>("tokens", {n, H}, &Step::tokens),
 //                                                  Arg<I32>("topk_ids", {n, K}, &Step::ids));
 //     static constexpr auto kResults = std::tuple(Ret<I32>("slot_of", {n, K}, &Step::slot_of));

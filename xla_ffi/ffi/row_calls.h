@@ -13,10 +13,11 @@ namespace jax_ep::ffi_layer {
 
 struct CombineBackCall : Call<CombineBackStep> {
   static constexpr const char* kTarget = "ep_combine_back";
-  static constexpr auto kOperands = std::tuple(Arg<Token>("cotangents", {N, H}, &Step::cotangents),
-                                               Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                                               Arg<F32>("row_weights", {N}, &Step::row_weights),
-                                               Arg<I32>("row_slot", {N}, &Step::row_slot));
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("cotangents", {N, H}, &Step::cotangents),
+                 Arg<Token>("expert_out", {N, H}, &Step::expert_out),
+                 Arg<F32>("router_weights", {N}, &Step::router_weights),
+                 Arg<I32>("row_slot", {N}, &Step::row_slot));
   static constexpr auto kResults =
       std::tuple(Ret<Token>("to_rows", {N, H}, &Step::to_rows).InPlaceOf("cotangents"),
                  Ret<F32>("to_weights", {N}, &Step::to_weights));

@@ -80,7 +80,7 @@ inline nb::dict OperandTables() {
   };
   ForEachCall(StepCalls{}, add);
   ForEachCall(WindowCalls{}, add);
-  ForEachCall(AsideCalls{}, add);
+  ForEachCall(OnStreamCalls{}, add);
   ForEachCall(RouterCalls{}, add);
   ForEachCall(RowCalls{}, add);
   ForEachCall(MatmulCalls{}, add);

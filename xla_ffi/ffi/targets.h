@@ -21,13 +21,13 @@ struct Target {
 template <typename... Calls>
 struct CallList {};
 // Served by every module.
-using StepCalls = CallList<PackCall, UnpackCall, CachedPackCall, CachedUnpackCall, CombinePackCall,
-                           CombineUnpackCall, QuantizeCall, DequantizeCall>;
+using StepCalls =
+    CallList<DispatchPackCall, DispatchUnpackCall, DispatchCachedPackCall, DispatchCachedUnpackCall,
+             CombinePackCall, CombineUnpackCall, QuantizeCall, DequantizeCall>;
 // Served by the CUDA module only.
-using WindowCalls =
-    CallList<WindowDispatchCall, WindowCachedDispatchCall, WindowCombineCall, DispatchSendCall,
-             DispatchReceiveCall, CombineSendCall, CombineReceiveCall>;
-using AsideCalls = CallList<DispatchSendAsideCall, CombineSendAsideCall>;
+using WindowCalls = CallList<DispatchCall, DispatchCachedCall, CombineCall, DispatchSendCall,
+                             DispatchRecvCall, CombineSendCall, CombineRecvCall>;
+using OnStreamCalls = CallList<DispatchSendOnStreamCall, CombineSendOnStreamCall>;
 using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRowsCall>;
 using RouterCalls = CallList<RouterCall>;
 using MatmulCalls =

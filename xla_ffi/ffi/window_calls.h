@@ -70,7 +70,7 @@ ffi::Error Fits(const Call& call, const WindowSizes& sizes, const WindowLayout& 
 
 // ---- Dispatches ---------------------------------------------------------------------------------
 
-struct RoutedWindowCall : WindowedCall<WindowDispatchStep, CallKind::kDispatch> {
+struct RoutedWindowCall : WindowedCall<DispatchStep, CallKind::kDispatch> {
   static constexpr bool kFormatted = true;
   static constexpr bool kRouted = true;
   static constexpr auto kSentRows = std::tuple_cat(SentRows<Step>::kRows, std::tuple(kAfter));
@@ -86,7 +86,7 @@ struct RoutedWindowCall : WindowedCall<WindowDispatchStep, CallKind::kDispatch> 
   }
 };
 
-struct WindowDispatchCall : RoutedWindowCall {
+struct DispatchCall : RoutedWindowCall {
   static constexpr const char* kTarget = "ep_dispatch";
   static constexpr auto kOperands = kSentRows;
   static constexpr auto kResults = std::tuple_cat(ArrivalRows::kRows, kTableRows);
@@ -94,27 +94,27 @@ struct WindowDispatchCall : RoutedWindowCall {
       std::tuple(kKey, kSite, kExpertAlignment, kZeroTail, kCoded, kFormat, kScaleLayout);
 };
 
-struct WindowCachedDispatchCall : WindowedCall<WindowCachedDispatchStep, CallKind::kDispatch> {
+struct DispatchCachedCall : WindowedCall<DispatchCachedStep, CallKind::kDispatch> {
   static constexpr bool kFormatted = true;
   static constexpr const char* kTarget = "ep_dispatch_cached";
   static constexpr auto kOperands = std::tuple(
       Arg<Token>("tokens", {n, H}, &Step::tokens),
-      Arg<F32>("weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
+      Arg<F32>("router_weights", {n, K}, &Step::weights).Shows(kWithWeights, 1),
       Arg<I32>("slot_of", {n, K}, &Step::slot_of), Arg<I32>("row_of", {R, n, K}, &Step::row_of),
       Arg<I32>("row_slot", {N}, &Step::row_slot), kAfter);
   static constexpr auto kResults =
       std::tuple(Ret<Token>("rows", {N, H}, &Step::rows),
-                 Ret<F32>("row_weights", {N}, &Step::row_weights).When(kWithWeights),
+                 Ret<F32>("router_weights", {N}, &Step::router_weights).When(kWithWeights),
                  Ret<I32>("done", {1}, &Step::done));
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kZeroTail, kFormat);
 
-  void Size(Checker&) { message_bytes = CachedMessageOf(*this).bytes; }
+  void Size(Checker&) { message_bytes = DispatchCachedMessageOf(*this).bytes; }
 };
 
 // ---- Combines -----------------------------------------------------------------------------------
 
 // With `by_entry` slots are like those of tokens with one row each.
-struct SummingWindowCall : WindowedCall<WindowCombineStep, CallKind::kCombine> {
+struct SummingWindowCall : WindowedCall<CombineStep, CallKind::kCombine> {
   static constexpr auto kDone = Ret<I32>("done", {1}, &Step::done);
 
   void Size(Checker& check) {
@@ -123,11 +123,11 @@ struct SummingWindowCall : WindowedCall<WindowCombineStep, CallKind::kCombine> {
   }
 };
 
-struct WindowCombineCall : SummingWindowCall {
+struct CombineCall : SummingWindowCall {
   static constexpr const char* kTarget = "ep_combine";
   static constexpr auto kOperands = std::tuple_cat(
       std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<F32>("router_weights", {N}, &Step::router_weights).When(kWeighted),
                  Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
                  Arg<I32>("row_of", {R, n, K}, &Step::row_of).If(kByEntry, {R, n * K, 1}),
                  Arg<I32>("slot_counts", {R}, &Step::slot_counts)),
@@ -151,8 +151,8 @@ struct DispatchSendCall : RoutedWindowCall, Half {
       std::tuple(kKey, kSite, kRanks, kLocalExperts, kCoded, kFormat);
 };
 
-struct DispatchReceiveCall : RoutedWindowCall, Half {
-  static constexpr const char* kTarget = "ep_dispatch_place";
+struct DispatchRecvCall : RoutedWindowCall, Half {
+  static constexpr const char* kTarget = "ep_dispatch_recv";
   static constexpr auto kOperands =
       std::tuple(kPendingOperand, Arg<Token>("tokens", {n, H}, &Step::tokens).When(kPlain), kAfter);
   static constexpr auto kResults = ArrivalRows::kRows;
@@ -164,7 +164,7 @@ struct CombineSendCall : SummingWindowCall, Half {
   static constexpr const char* kTarget = "ep_combine_send";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::row_weights).When(kWeighted),
+                 Arg<F32>("router_weights", {N}, &Step::router_weights).When(kWeighted),
                  Arg<I32>("row_of", {R, n, K}, &Step::row_of),
                  Arg<I32>("slot_counts", {R}, &Step::slot_counts), kAfter);
   static constexpr auto kResults = std::tuple(kPendingResult, kDone);
@@ -177,8 +177,8 @@ struct CombineSendCall : SummingWindowCall, Half {
   }
 };
 
-struct CombineReceiveCall : SummingWindowCall, Half {
-  static constexpr const char* kTarget = "ep_combine_place";
+struct CombineRecvCall : SummingWindowCall, Half {
+  static constexpr const char* kTarget = "ep_combine_recv";
   static constexpr auto kOperands =
       std::tuple_cat(std::tuple(kPendingOperand), SumRows<Step>::kRows, std::tuple(kAfter));
   static constexpr auto kResults = std::tuple(Ret<Token>("output", {n, H}, &Step::output), kDone);
@@ -190,12 +190,12 @@ struct CombineReceiveCall : SummingWindowCall, Half {
 // captured, because XLA makes one chain of what is in a CUDA graph (docs/overlap.md). Their results
 // are packed: if there were several, XLA would count taking one of them as work of that stream and
 // make all that follows wait for it.
-struct DispatchSendAsideCall : DispatchSendCall {
-  static constexpr const char* kTarget = "ep_dispatch_send_aside";
+struct DispatchSendOnStreamCall : DispatchSendCall {
+  static constexpr const char* kTarget = "ep_dispatch_send_on_stream";
   static constexpr bool kPacked = true;
 };
-struct CombineSendAsideCall : CombineSendCall {
-  static constexpr const char* kTarget = "ep_combine_send_aside";
+struct CombineSendOnStreamCall : CombineSendCall {
+  static constexpr const char* kTarget = "ep_combine_send_on_stream";
   static constexpr bool kPacked = true;
 };
 

@@ -92,7 +92,7 @@ const char* CallName(uint16_t tag) {
   switch (KindOf(tag)) {
     case TagKind::kDispatch:
       return "dispatch";
-    case TagKind::kCachedDispatch:
+    case TagKind::kDispatchCached:
       return "dispatch along a route";
     case TagKind::kCombine:
       return "combine";
@@ -180,22 +180,23 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
 
 WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
                              const WindowSizes& sizes, const WindowOptions& options,
-                             const GivenWindows& given, const FarAccess* far)
+                             const GivenWindows& given, const InternodeAccess* access)
     : Group(Ordinals(ep_groups), Ranks(ep_groups)), sizes_(sizes), timeout_s_(options.timeout_s) {
-  if (given.size() != ep_groups.size() || (far != nullptr && far->pes.size() != given.size())) {
+  if (given.size() != ep_groups.size() ||
+      (access != nullptr && access->pes.size() != given.size())) {
     throw std::invalid_argument("jax_ep: each EP group must be given its windows");
   }
   const WindowLayout layout = WindowLayout::Of(sizes);
   const InternodeLayout internode_layout = InternodeLayout::Of(layout, sizes);
   const auto map_of = [&](size_t index) {
-    if (far == nullptr || far->nodes.empty()) return NodeMap{};
-    CheckRanks(far->nodes.at(index).size(), sizes);
-    return NodeMap::Of(far->nodes[index].data(), static_cast<uint32_t>(sizes.ranks));
+    if (access == nullptr || access->nodes.empty()) return NodeMap{};
+    CheckRanks(access->nodes.at(index).size(), sizes);
+    return NodeMap::Of(access->nodes[index].data(), static_cast<uint32_t>(sizes.ranks));
   };
   const NodeMap first = map_of(0);
   const BundleLayout bundles =
       BundleLayout::Of(internode_layout, layout, sizes, first.nodes, first.size);
-  window_bytes_ = far != nullptr ? bundles.bytes : layout.bytes;
+  window_bytes_ = access != nullptr ? bundles.bytes : layout.bytes;
   for (size_t index = 0; index < ep_groups.size(); ++index) {
     const std::vector<int32_t>& ordinals = ep_groups[index];
     CheckRanks(ordinals.size(), sizes);
@@ -208,12 +209,12 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
       if (ordinals[rank] == kElsewhere) continue;
       uint8_t* block = group.windows[rank];
-      if (block == nullptr || (group.internode != 0 && far == nullptr)) {
+      if (block == nullptr || (group.internode != 0 && access == nullptr)) {
         throw std::invalid_argument("jax_ep: windows out of reach must be reached by puts");
       }
       const auto local = static_cast<int32_t>(rank);
       given_.push_back(given[index][rank]);
-      if (far == nullptr) {
+      if (access == nullptr) {
         cuda::StartWindow(ordinals[rank], block, layout, sizes, options.first_epoch);
         AddLocal(group, local, ordinals[rank], options.first_epoch);
         continue;
@@ -233,9 +234,9 @@ WindowedGroup::WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups,
         throw std::invalid_argument("jax_ep: bundles need nodes of one size");
       }
       if (own.internode == 0) continue;
-      std::copy_n(far->pes[index].begin(), std::min<size_t>(far->pes[index].size(), sizes.ranks),
-                  reached.pes);
-      far_of_device_.emplace(ordinals[rank], cuda::InternodeRank(reached, far->kernels));
+      std::copy_n(access->pes[index].begin(),
+                  std::min<size_t>(access->pes[index].size(), sizes.ranks), reached.pes);
+      internode_of_device_.emplace(ordinals[rank], cuda::InternodeRank(reached, access->kernels));
     }
     ep_groups_.emplace_back(EpGroup{ordinals, {}});
   }
@@ -302,9 +303,9 @@ const WindowGroup* WindowedGroup::OfDevice(int32_t ordinal) const {
   return it == of_device_.end() ? nullptr : &it->second;
 }
 
-const cuda::InternodeRank* WindowedGroup::FarOf(int32_t ordinal) const {
-  const auto it = far_of_device_.find(ordinal);
-  return it == far_of_device_.end() ? nullptr : &it->second;
+const cuda::InternodeRank* WindowedGroup::InternodeOf(int32_t ordinal) const {
+  const auto it = internode_of_device_.find(ordinal);
+  return it == internode_of_device_.end() ? nullptr : &it->second;
 }
 
 std::vector<std::pair<int32_t, std::string>> WindowedGroup::Failures() const {

@@ -42,7 +42,7 @@ struct SharedWindow {
 using GivenWindows = std::vector<std::vector<uint64_t>>;
 
 // How to reach ranks on other nodes: NVSHMEM's number of each rank, by EP group, and the kernels.
-struct FarAccess {
+struct InternodeAccess {
   std::vector<std::vector<int32_t>> pes;
   // If dispatches are bundled: the number of each rank's node, by EP group. All nodes have equally
   // many ranks.
@@ -61,10 +61,12 @@ class WindowedGroup : public Group {
   // std::runtime_error.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
                 const WindowOptions& options);
-  // Over given windows, each as large as the sizes require or, with `far`, a block of BundleLayout.
-  // Nobody may store into a window before this has returned in the process of the window's rank.
+  // Over given windows, each as large as the sizes require or, with `access`, a block of
+  // BundleLayout. Nobody may store into a window before this has returned in the process of the
+  // window's rank.
   WindowedGroup(const std::vector<std::vector<int32_t>>& ep_groups, const WindowSizes& sizes,
-                const WindowOptions& options, const GivenWindows& given, const FarAccess* far);
+                const WindowOptions& options, const GivenWindows& given,
+                const InternodeAccess* access);
   ~WindowedGroup() override { Close(); }
 
   // Returns what other processes import of a local device. The caller must close the descriptor.
@@ -77,7 +79,7 @@ class WindowedGroup : public Group {
   // Returns nullptr if the device is not in this group.
   const WindowGroup* OfDevice(int32_t ordinal) const;
   // Returns nullptr if all ranks are on the node of this one.
-  const cuda::InternodeRank* FarOf(int32_t ordinal) const;
+  const cuda::InternodeRank* InternodeOf(int32_t ordinal) const;
   const WindowSizes& sizes() const { return sizes_; }
   // Bytes of device memory per rank, including all that belongs to its window.
   int64_t window_bytes() const { return window_bytes_; }
@@ -109,7 +111,7 @@ class WindowedGroup : public Group {
   const double timeout_s_;
   int64_t window_bytes_ = 0;
   std::map<int32_t, WindowGroup> of_device_;
-  std::map<int32_t, cuda::InternodeRank> far_of_device_;
+  std::map<int32_t, cuda::InternodeRank> internode_of_device_;
   std::mutex closing_;
   std::vector<EpGroup> ep_groups_;
   std::vector<uint64_t> given_;  // of local ranks; until Close

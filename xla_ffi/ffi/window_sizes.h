@@ -44,7 +44,7 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
                          .bytes;
     few_tokens = QuantizedFormat<Format> ? kLowLatencyEncodedTokens : kLowLatencyDispatchTokens;
   });
-  const int64_t cached_bytes = CachedDispatchMessage::Of(row_bytes, 0, config.top_k).bytes;
+  const int64_t cached_bytes = DispatchCachedMessage::Of(row_bytes, 0, config.top_k).bytes;
   const int64_t turns = config.tokens <= kMaxTokensOfTwoRegions ? 2 : 1;
   const int64_t widest = std::max(config.element_bytes, config.wire_element_bytes);
   sizes = {
@@ -64,12 +64,13 @@ inline bool SizesOf(const WindowConfig& config, WindowSizes& sizes) {
   return dispatch_bytes >= 0;
 }
 
-// Returns the bytes of a window that is given. `far`: with the areas for ranks on other nodes, and
-// for bundles between `nodes` nodes of `node_size` ranks each, or no bundles if both are 0.
-inline int64_t GivenWindowBytes(const WindowSizes& sizes, bool far, int64_t nodes,
+// Returns the bytes of a window that is given. `internode`: with the areas for ranks on other
+// nodes, and for bundles between `nodes` nodes of `node_size` ranks each, or no bundles if both are
+// 0.
+inline int64_t GivenWindowBytes(const WindowSizes& sizes, bool internode, int64_t nodes,
                                 int64_t node_size) {
   const WindowLayout window = WindowLayout::Of(sizes);
-  if (!far) return window.bytes;
+  if (!internode) return window.bytes;
   return BundleLayout::Of(InternodeLayout::Of(window, sizes), window, sizes, nodes, node_size)
       .bytes;
 }

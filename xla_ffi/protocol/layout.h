@@ -81,17 +81,17 @@ struct DispatchMessage {
 };
 
 // A token in a cached dispatch: no indices travel. `num_weights` is K, or 0 without weights.
-struct CachedDispatchMessage {
+struct DispatchCachedMessage {
   int64_t payload;
   int64_t scales;
   int64_t weight;  // float32 [num_weights]
   int64_t bytes;
 
-  JAX_EP_HOST_DEVICE static constexpr CachedDispatchMessage Of(int64_t payload_bytes,
+  JAX_EP_HOST_DEVICE static constexpr DispatchCachedMessage Of(int64_t payload_bytes,
                                                                int64_t scale_bytes,
                                                                int64_t num_weights) {
     LayoutCursor cursor;
-    CachedDispatchMessage message{};
+    DispatchCachedMessage message{};
     message.payload = cursor.Take(payload_bytes, kMessageAlignBytes);
     message.scales = cursor.Take(scale_bytes, kMessageAlignBytes);
     message.weight = cursor.Take(num_weights * kWeightBytes, kMessageAlignBytes);
@@ -123,15 +123,16 @@ struct CombineMessage {
 // Regions of the collective transport in a cached dispatch and on the way back. Both say which
 // slots have a message: routes pass through the caller's program, and where nothing was packed a
 // wire buffer holds whatever was in its memory.
-struct CachedRegion {
+struct DispatchCachedRegion {
   int64_t tag;       // RegionTag
   int64_t sent;      // uint8 [n]: whether the slot has a message
   int64_t messages;  // the first one
   int64_t bytes;
 
-  JAX_EP_HOST_DEVICE static constexpr CachedRegion Of(int64_t tokens, int64_t message_bytes) {
+  JAX_EP_HOST_DEVICE static constexpr DispatchCachedRegion Of(int64_t tokens,
+                                                              int64_t message_bytes) {
     LayoutCursor cursor;
-    CachedRegion region{};
+    DispatchCachedRegion region{};
     region.tag = cursor.Take(kTagBytes, kIndexBytes);
     region.sent = cursor.Take(tokens, 1);
     region.messages = cursor.Take(tokens * message_bytes, kMessageStrideBytes);
@@ -157,15 +158,15 @@ struct CombineRegion {
 };
 
 static_assert(RegionHeader::Of(64).tag == kTagOffset &&
-              CachedRegion::Of(1, 256).tag == kTagOffset &&
+              DispatchCachedRegion::Of(1, 256).tag == kTagOffset &&
               CombineRegion::Of(1, 256).tag == kTagOffset);
 static_assert(RegionHeader::Of(64).expert_counts == 12);
 static_assert(RegionHeader::Of(64).bytes == 272);
 static_assert(DispatchMessage::Of(14336, 0, 8).source_token == 14336);
 static_assert(DispatchMessage::Of(14336, 0, 8).bytes == 14336 + 128);
-static_assert(CachedDispatchMessage::Of(14336, 0, 0).bytes == 14336);
+static_assert(DispatchCachedMessage::Of(14336, 0, 0).bytes == 14336);
 static_assert(CombineMessage::Of(14336, 0, 8).bytes == 14336 + 128);
-static_assert(CachedRegion::Of(121, 256).messages == 256);
+static_assert(DispatchCachedRegion::Of(121, 256).messages == 256);
 static_assert(CombineRegion::Of(3, 256).bytes == 128 + 3 * 256);
 
 }  // namespace jax_ep

@@ -41,10 +41,10 @@ struct PendingCall {
 // `pending` has passed through the user's program and may hold anything.
 JAX_EP_HOST_DEVICE constexpr RegionLease ResumeRegion(const CallState& state,
                                                       const PendingCall& pending, uint32_t depth) {
-  const bool held = pending.region < depth && ((state.pending >> pending.region) & 1) != 0 &&
-                    state.last_epoch[pending.region] == pending.epoch;
+  const bool is_pending = pending.region < depth && ((state.pending >> pending.region) & 1) != 0 &&
+                          state.last_epoch[pending.region] == pending.epoch;
   // Only senders use `previous`.
-  return {pending.epoch, pending.epoch, held ? pending.region : kNoRegion};
+  return {pending.epoch, pending.epoch, is_pending ? pending.region : kNoRegion};
 }
 
 }  // namespace jax_ep

@@ -9,7 +9,7 @@
 
 namespace jax_ep {
 
-enum class CallOp : uint32_t { kNone, kDispatch, kCachedDispatch, kCombine };
+enum class CallOp : uint32_t { kNone, kDispatch, kDispatchCached, kCombine };
 inline constexpr uint32_t kCallOpMask = 3;
 
 // Comes first in every region, whatever the op, so that regions of different ops can be compared.

@@ -12,14 +12,14 @@ namespace jax_ep {
 // of expert_out and of the weights.
 struct CombineBackStep {
   ElementType element;
-  int64_t rows;              // N
-  int64_t hidden;            // H; a row has at least 16 bytes
-  const void* expert_out;    // [N, H]
-  const float* row_weights;  // [N]
-  const int32_t* row_slot;   // [N], negative in rows that are left out
-  const void* cotangents;    // [N, H], in the memory of to_rows
-  void* to_rows;             // [N, H]: row_weights * cotangents, rounded once
-  float* to_weights;         // [N]: <cotangents, expert_out>; 0 in rows that are left out
+  int64_t rows;                 // N
+  int64_t hidden;               // H; a row has at least 16 bytes
+  const void* expert_out;       // [N, H]
+  const float* router_weights;  // [N]
+  const int32_t* row_slot;      // [N], negative in rows that are left out
+  const void* cotangents;       // [N, H], in the memory of to_rows
+  void* to_rows;                // [N, H]: router_weights * cotangents, rounded once
+  float* to_weights;            // [N]: <cotangents, expert_out>; 0 in rows that are left out
 };
 
 // Rows in groups that lie one after the other. Sizes that are negative or reach past N are clamped.

@@ -94,11 +94,11 @@ JAX_EP_HOST_DEVICE constexpr int64_t EpochsAhead(uint64_t epoch, uint64_t mark) 
 JAX_EP_HOST_DEVICE constexpr uint64_t StartMark(uint64_t first_epoch) { return first_epoch - 1; }
 
 // A greater epoch means that the region was overwritten before this rank had read it.
-JAX_EP_HOST_DEVICE constexpr Observation ClassifyFlag(const FlagCell& seen, uint64_t epoch,
+JAX_EP_HOST_DEVICE constexpr Observation ClassifyFlag(const FlagCell& flag, uint64_t epoch,
                                                       uint16_t tag) {
-  const int64_t ahead = EpochsAhead(seen.epoch, epoch);
+  const int64_t ahead = EpochsAhead(flag.epoch, epoch);
   if (ahead < 0) return Observation::kPending;
-  if (ahead > 0 || seen.tag != tag) return Observation::kProtocolError;
+  if (ahead > 0 || flag.tag != tag) return Observation::kProtocolError;
   return Observation::kArrived;
 }
 
@@ -163,7 +163,7 @@ JAX_EP_HOST_DEVICE constexpr void CommitSend(CallState& state, const RegionLease
   state.pending |= 1u << lease.region;
 }
 
-JAX_EP_HOST_DEVICE constexpr void CommitReceive(CallState& state, const RegionLease& lease) {
+JAX_EP_HOST_DEVICE constexpr void CommitRecv(CallState& state, const RegionLease& lease) {
   state.pending &= ~(1u << lease.region);
 }
 
@@ -371,9 +371,9 @@ JAX_EP_HOST_DEVICE WaitStatus WaitUntil(const M& memory, const WaitBound& bound,
   for (;;) {
     JAX_EP_NO_UNROLL
     for (uint32_t poll = 0; poll < kPollsPerCheck; ++poll) {
-      const Observation seen = observe();
-      if (seen == Observation::kArrived) return WaitStatus::kArrived;
-      if (seen == Observation::kProtocolError) return WaitStatus::kProtocolError;
+      const Observation observed = observe();
+      if (observed == Observation::kArrived) return WaitStatus::kArrived;
+      if (observed == Observation::kProtocolError) return WaitStatus::kProtocolError;
       memory.Pause();
     }
     if (IsPoisoned(memory, bound.poison)) return WaitStatus::kPoisoned;

@@ -55,7 +55,7 @@ struct MixedCallCheck {
 };
 
 // route + encode: tokens -> one region per destination rank.
-struct PackStep {
+struct DispatchPackStep {
   EpShape shape;
   ElementType element;
   const void* tokens;        // [n, H], or codes [n, payload] if `token_scales` is set
@@ -83,7 +83,7 @@ struct Arrivals {
   int32_t* expert_ids;      // [G]
   int32_t* scales_offsets;  // [G] when scales are tiled
   int32_t* src_info;        // [N, 3]
-  float* row_weights;       // [N]
+  float* router_weights;    // [N]
   int32_t* num_dropped;     // [1]
   int32_t* row_of;          // [R, n, K]
   int32_t* row_slot;        // [N]
@@ -91,7 +91,7 @@ struct Arrivals {
 };
 
 // place: one region per source rank -> rows and the expert rank's tables.
-struct UnpackStep : Arrivals {
+struct DispatchUnpackStep : Arrivals {
   EpShape shape;
   bool zero_tail;
   ScaleLayout scale_layout;
@@ -104,43 +104,43 @@ struct UnpackStep : Arrivals {
 };
 
 // encode, following a known route.
-struct CachedPackStep {
+struct DispatchCachedPackStep {
   EpShape shape;
   ElementType element;
   int64_t num_weights;     // K or 0
   const void* tokens;      // [n, H]
   const float* weights;    // [n, num_weights]
   const int32_t* slot_of;  // [n, K]
-  uint8_t* send;           // [R, CachedRegion]
+  uint8_t* send;           // [R, DispatchCachedRegion]
   RegionTag tag{};
 };
 
 // decode + place, following a known route; padding and tail become zero.
-struct CachedUnpackStep {
+struct DispatchCachedUnpackStep {
   EpShape shape;
   ElementType element;      // of rows
   int64_t num_weights;      // K or 0
-  const uint8_t* recv;      // [R, CachedRegion]
+  const uint8_t* recv;      // [R, DispatchCachedRegion]
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
   uint8_t* rows;            // [N, H]
-  float* row_weights;       // [N], unused without weights
+  float* router_weights;    // [N], unused without weights
   MixedCallCheck check{};
 };
 
 // reduce at the expert rank: rows -> one sum per slot.
 struct CombinePackStep {
   EpShape shape;
-  ElementType element;         // of expert_out
-  ElementType wire;            // of the sums
-  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
-  int64_t num_weights;         // K if weight gradients travel, else 0
-  const void* expert_out;      // [N, H]
-  const float* row_weights;    // [N], nullptr = 1
-  const float* weight_grads;   // [N], unused without weight gradients
-  const int32_t* row_of;       // [R, n, K]
-  const int32_t* slot_counts;  // [R]
-  uint8_t* send;               // [R, CombineRegion]
+  ElementType element;          // of expert_out
+  ElementType wire;             // of the sums
+  int32_t quantized;            // 0, or the wire format of the sums: formats/combine_wire.h
+  int64_t num_weights;          // K if weight gradients travel, else 0
+  const void* expert_out;       // [N, H]
+  const float* router_weights;  // [N], nullptr = 1
+  const float* weight_grads;    // [N], unused without weight gradients
+  const int32_t* row_of;        // [R, n, K]
+  const int32_t* slot_counts;   // [R]
+  uint8_t* send;                // [R, CombineRegion]
   RegionTag tag{};
   float input_scale = 1.0f;  // kNoInputScale or kOfGradients
 };

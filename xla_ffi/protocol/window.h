@@ -247,7 +247,7 @@ struct WindowGroup {
   uint32_t internode;
 };
 
-enum class TagKind : uint16_t { kDispatch, kCachedDispatch, kCombine };
+enum class TagKind : uint16_t { kDispatch, kDispatchCached, kCombine };
 
 // The tag of a call of which only the kind is known.
 JAX_EP_HOST_DEVICE constexpr uint16_t KindTag(TagKind kind) {

@@ -12,7 +12,7 @@ namespace jax_ep {
 using CallSite = int64_t;
 
 // route + encode + exchange + place.
-struct WindowDispatchStep : Arrivals {
+struct DispatchStep : Arrivals {
   EpShape shape;
   bool zero_tail;
   ElementType element;
@@ -33,7 +33,7 @@ struct WindowDispatchStep : Arrivals {
 
 // encode + exchange + decode + place, following a known route; rows without a token become zero,
 // unless the caller says that all of them are in the tail, which nobody reads.
-struct WindowCachedDispatchStep {
+struct DispatchCachedStep {
   EpShape shape;
   ElementType element;  // of tokens and rows
   CallSite site;
@@ -44,30 +44,30 @@ struct WindowCachedDispatchStep {
   const int32_t* row_of;    // [R, n, K]
   const int32_t* row_slot;  // [N]
   uint8_t* rows;            // [N, H]
-  float* row_weights;       // [N], unused without weights
+  float* router_weights;    // [N], unused without weights
   int32_t* done;            // [1] zero; later calls of the group depend on it
   bool zero_tail = true;
 };
 
 // reduce + exchange + reduce. With `by_entry` rows travel one by one, as tokens with one entry, and
 // are weighted at the source. CombineUnpackStep explains the other options.
-struct WindowCombineStep {
+struct CombineStep {
   EpShape shape;
   CallSite site;
-  ElementType element;         // of expert_out, residual and output
-  ElementType wire;            // of the sums that travel
-  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
-  int64_t num_weights;         // K if weight gradients travel, else 0
-  const void* expert_out;      // [N, H]
-  const float* row_weights;    // [N], nullptr = 1
-  const float* weight_grads;   // [N], unused without weight gradients
-  const int32_t* row_of;       // [R, n, K], by_entry [R, n * K, 1]
-  const int32_t* slot_counts;  // [R], slots received from each source
-  const int32_t* slot_of;      // [n, K], the slot or, by_entry, the message of each entry
-  const void* residual;        // [n, H] or nullptr
-  void* output;                // [n, H]
-  float* output_weight_grads;  // [n, num_weights]
-  int32_t* done;               // [1], as above
+  ElementType element;          // of expert_out, residual and output
+  ElementType wire;             // of the sums that travel
+  int32_t quantized;            // 0, or the wire format of the sums: formats/combine_wire.h
+  int64_t num_weights;          // K if weight gradients travel, else 0
+  const void* expert_out;       // [N, H]
+  const float* router_weights;  // [N], nullptr = 1
+  const float* weight_grads;    // [N], unused without weight gradients
+  const int32_t* row_of;        // [R, n, K], by_entry [R, n * K, 1]
+  const int32_t* slot_counts;   // [R], slots received from each source
+  const int32_t* slot_of;       // [n, K], the slot or, by_entry, the message of each entry
+  const void* residual;         // [n, H] or nullptr
+  void* output;                 // [n, H]
+  float* output_weight_grads;   // [n, num_weights]
+  int32_t* done;                // [1], as above
   bool by_entry = false;
   const float* entry_weights = nullptr;
   const void* shared_rows = nullptr;

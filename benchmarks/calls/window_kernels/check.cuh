@@ -47,11 +47,11 @@ struct Expected {
   std::vector<int32_t> rows_to, slots_to;               // [E] and [R], likewise
   std::vector<int32_t> row_offsets, group_sizes, expert_counts, expert_ids, src_info, num_dropped,
       row_of, row_slot, slot_counts;
-  std::vector<float> row_weights;
+  std::vector<float> router_weights;
 
   // visit(name, table on the GPU, what it must hold)
   template <typename Visit>
-  void ForEachTable(const WindowDispatchStep& step, Visit visit) const {
+  void ForEachTable(const DispatchStep& step, Visit visit) const {
     visit("slot_of", step.slot_of, slot_of);
     visit("num_invalid", step.num_invalid, num_invalid);
     visit("row_offsets", step.row_offsets, row_offsets);
@@ -63,7 +63,7 @@ struct Expected {
     visit("row_of", step.row_of, row_of);
     visit("row_slot", step.row_slot, row_slot);
     visit("slot_counts", step.slot_counts, slot_counts);
-    visit("router_weights", step.row_weights, row_weights);
+    visit("router_weights", step.router_weights, router_weights);
   }
 };
 
@@ -111,7 +111,7 @@ inline void ExpectRows(const EpShape& shape, const World& world, int routing, in
   const std::vector<int64_t> starts = ExpectGroups(shape, rank, all);
   Expected& expected = all[rank];
   expected.src_info.assign(shape.recv_rows * 3, -1);
-  expected.row_weights.assign(shape.recv_rows, 0);
+  expected.router_weights.assign(shape.recv_rows, 0);
   expected.row_of.assign(shape.slots() * shape.top_k, -1);
   expected.row_slot.assign(shape.recv_rows, -1);
   for (int64_t source = 0; source < shape.ranks; ++source) {
@@ -132,7 +132,7 @@ inline void ExpectRows(const EpShape& shape, const World& world, int routing, in
       expected.src_info[row * 3] = static_cast<int32_t>(source);
       expected.src_info[row * 3 + 1] = static_cast<int32_t>(entry / shape.top_k);
       expected.src_info[row * 3 + 2] = static_cast<int32_t>(k);
-      expected.row_weights[row] = from.host_weights[entry];
+      expected.router_weights[row] = from.host_weights[entry];
     }
   }
 }
@@ -360,15 +360,15 @@ inline void CheckRouting(const World& world, int64_t tokens, int routing, Mismat
     });
     CheckDispatched(world, shape, of_rank, zero_tail, rank, wrong);
     Poison(rank.dispatch.rows, row_bytes);
-    Poison(rank.dispatch.row_weights, shape.recv_rows);
+    Poison(rank.dispatch.router_weights, shape.recv_rows);
   });
   // The next calls cannot be checked along a wrong route.
   if (wrong.count() != 0) return;
 
-  Run(world, {.call = Call::kCachedDispatch, .tokens = tokens});
+  Run(world, {.call = Call::kDispatchCached, .tokens = tokens});
   OnEachRank(world, [&](const Rank& rank) {
     const Expected& of_rank = expected[rank.group.rank];
-    CheckTable("cached router_weights", rank.dispatch.row_weights, of_rank.row_weights, rank,
+    CheckTable("cached router_weights", rank.dispatch.router_weights, of_rank.router_weights, rank,
                wrong);
     const auto token_of = [&](int32_t source) {
       const Rank& from = world.ranks[source];

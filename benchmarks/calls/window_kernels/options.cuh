@@ -29,17 +29,17 @@ inline constexpr int kCannotRun = 3;
   std::_Exit(status);
 }
 
-enum class Call : char { kDispatch = 'd', kCachedDispatch = 'b', kCombine = 'c' };
+enum class Call : char { kDispatch = 'd', kDispatchCached = 'b', kCombine = 'c' };
 
 inline const char* NameOf(Call call) {
   if (call == Call::kDispatch) return "dispatch";
-  return call == Call::kCachedDispatch ? "cached dispatch" : "combine";
+  return call == Call::kDispatchCached ? "cached dispatch" : "combine";
 }
 
 struct Options {
   std::vector<int64_t> tokens{1, 8, 32, 128, 512, 1024, 4096};
   std::vector<int64_t> sms{0};
-  std::vector<Call> kinds{Call::kDispatch, Call::kCachedDispatch, Call::kCombine};
+  std::vector<Call> kinds{Call::kDispatch, Call::kDispatchCached, Call::kCombine};
   int64_t hidden = 7168;
   int64_t experts = 256;
   int64_t top_k = 8;

@@ -31,9 +31,9 @@ struct Rank {
   cudaStream_t stream = nullptr;
   WindowGroup group{};
   // What the calls read and write. Enqueue adds shape, ids and options of each call.
-  WindowDispatchStep dispatch{};
-  WindowCachedDispatchStep cached_dispatch{};
-  WindowCombineStep combine{};
+  DispatchStep dispatch{};
+  DispatchCachedStep dispatch_cached{};
+  CombineStep combine{};
   const int32_t* ids[kRoutings] = {};
   // Copies on the host of what the GPU is given.
   std::vector<int32_t> host_ids[kRoutings];
@@ -103,7 +103,7 @@ inline BFloat16* Fill(int64_t count, uint32_t stream) {
 
 inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   const int64_t entries = shape.tokens * shape.top_k, rows = shape.recv_rows;
-  WindowDispatchStep& first = rank.dispatch;
+  DispatchStep& first = rank.dispatch;
   first.tokens = Fill(shape.tokens * shape.hidden, TokenStream(rank.group.rank));
   rank.host_tokens.resize(shape.tokens * shape.hidden);
   Download(static_cast<const BFloat16*>(first.tokens), rank.host_tokens);
@@ -130,7 +130,7 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   first.expert_counts = Allocate<int32_t>(shape.local_experts);
   first.expert_ids = Allocate<int32_t>(shape.local_experts);
   first.src_info = Allocate<int32_t>(rows * 3);
-  first.row_weights = Allocate<float>(rows);
+  first.router_weights = Allocate<float>(rows);
   first.num_dropped = Allocate<int32_t>(1);
   first.num_invalid = Allocate<int32_t>(1);
   first.slot_of = Allocate<int32_t>(entries);
@@ -138,7 +138,7 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   first.row_slot = Allocate<int32_t>(rows);
   first.slot_counts = Allocate<int32_t>(shape.ranks);
 
-  WindowCachedDispatchStep& cached = rank.cached_dispatch;
+  DispatchCachedStep& cached = rank.dispatch_cached;
   cached.element = ElementType::kBFloat16;
   cached.num_weights = shape.top_k;
   cached.tokens = first.tokens;
@@ -147,10 +147,10 @@ inline void GiveBuffers(const EpShape& shape, Rank& rank) {
   cached.row_of = first.row_of;
   cached.row_slot = first.row_slot;
   cached.rows = first.rows;
-  cached.row_weights = first.row_weights;
+  cached.router_weights = first.router_weights;
   cached.done = Allocate<int32_t>(1);
 
-  WindowCombineStep& combine = rank.combine;
+  CombineStep& combine = rank.combine;
   combine.element = ElementType::kBFloat16;
   combine.wire = ElementType::kBFloat16;
   combine.quantized = rank.quantized;
@@ -220,12 +220,12 @@ inline World Open(const Options& options) {
       if (peer != device) CHECK_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
     }
     // Loading a kernel later would wait for running kernels, which wait for this device's.
-    CHECK_CUDA(cuda::PreloadWindowDispatch());
-    CHECK_CUDA(cuda::PreloadWindowCachedDispatch());
-    CHECK_CUDA(cuda::PreloadWindowCombine());
-    CHECK_CUDA(cuda::PreloadWindowDispatchHalves());
-    CHECK_CUDA(cuda::PreloadWindowCombineSend());
-    CHECK_CUDA(cuda::PreloadWindowCombineReceive());
+    CHECK_CUDA(cuda::PreloadDispatch());
+    CHECK_CUDA(cuda::PreloadDispatchCached());
+    CHECK_CUDA(cuda::PreloadCombine());
+    CHECK_CUDA(cuda::PreloadDispatchHalves());
+    CHECK_CUDA(cuda::PreloadCombineSend());
+    CHECK_CUDA(cuda::PreloadCombineRecv());
   }
   VisitFormat(options.format, [&]<typename Format>(Format) {
     const int64_t words = shape.hidden / Format::kBlock % kTileColumns;
@@ -278,42 +278,39 @@ struct Request {
 // Enqueues a call on the current device, which must be the rank's.
 inline void Enqueue(const EpShape& shape, const Request& request, const Rank& rank) {
   if (request.call == Call::kDispatch) {
-    WindowDispatchStep step = rank.dispatch;
+    DispatchStep step = rank.dispatch;
     step.shape = shape;
     step.ids = rank.ids[request.routing];
     step.zero_tail = request.zero_tail;
     VisitFormat(rank.format, [&]<typename Format>(Format) {
       if (rank.pending == nullptr) {
-        CHECK_CUDA(cuda::WindowDispatch<Format>(step, rank.group, rank.stream));
+        CHECK_CUDA(cuda::Dispatch<Format>(step, rank.group, rank.stream));
       } else {
-        CHECK_CUDA(cuda::WindowDispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
-        CHECK_CUDA(
-            cuda::WindowDispatchReceive<Format>(step, rank.pending, rank.group, rank.stream));
+        CHECK_CUDA(cuda::DispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
+        CHECK_CUDA(cuda::DispatchRecv<Format>(step, rank.pending, rank.group, rank.stream));
       }
     });
-  } else if (request.call == Call::kCachedDispatch) {
-    WindowCachedDispatchStep step = rank.cached_dispatch;
+  } else if (request.call == Call::kDispatchCached) {
+    DispatchCachedStep step = rank.dispatch_cached;
     step.shape = shape;
     const auto launch = [&]<typename Format>(Format) {
       if (rank.pending == nullptr) {
-        CHECK_CUDA(cuda::WindowCachedDispatch<Format>(step, rank.group, rank.stream));
+        CHECK_CUDA(cuda::DispatchCached<Format>(step, rank.group, rank.stream));
         return;
       }
-      CHECK_CUDA(
-          cuda::WindowCachedDispatchSend<Format>(step, rank.pending, rank.group, rank.stream));
-      CHECK_CUDA(
-          cuda::WindowCachedDispatchReceive<Format>(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(cuda::DispatchCachedSend<Format>(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(cuda::DispatchCachedRecv<Format>(step, rank.pending, rank.group, rank.stream));
     };
     rank.quantized ? launch(CombineFormat{}) : launch(Bf16Format{});
   } else {
-    WindowCombineStep step = rank.combine;
+    CombineStep step = rank.combine;
     step.shape = shape;
-    step.row_weights = request.weighted ? rank.dispatch.row_weights : nullptr;
+    step.router_weights = request.weighted ? rank.dispatch.router_weights : nullptr;
     if (rank.pending == nullptr) {
-      CHECK_CUDA(cuda::WindowCombine(step, rank.group, rank.stream));
+      CHECK_CUDA(cuda::Combine(step, rank.group, rank.stream));
     } else {
-      CHECK_CUDA(cuda::WindowCombineSend(step, rank.pending, rank.group, rank.stream));
-      CHECK_CUDA(cuda::WindowCombineReceive(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(cuda::CombineSend(step, rank.pending, rank.group, rank.stream));
+      CHECK_CUDA(cuda::CombineRecv(step, rank.pending, rank.group, rank.stream));
     }
   }
 }

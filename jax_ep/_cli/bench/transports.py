@@ -192,7 +192,9 @@ class Transport:
                 step=dispatch,
                 draws=[(ids, case.weights) for ids in case.ids],
                 shared=(case.tokens, case.scales) if coded else case.tokens,
-                target="ep_pack" if self.name == "collective" else "ep_dispatch",
+                target="ep_dispatch_pack"
+                if self.name == "collective"
+                else "ep_dispatch",
             )
         return loops.Operation(
             step=lambda weights, route, rows: [

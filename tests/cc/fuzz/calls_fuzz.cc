@@ -54,7 +54,7 @@ struct FuzzSizes {
   std::vector<int64_t> Wire(int64_t bytes) const { return {R, bytes / kWireWordBytes}; }
 };
 
-CustomCall MakeCall(PackCall*, const FuzzSizes& s, FuzzInput&) {
+CustomCall MakeCall(DispatchPackCall*, const FuzzSizes& s, FuzzInput&) {
   CustomCall call;
   const bool coded = s.quantized && s.N % 4 == 3;  // N is otherwise unused here
   coded ? call.Add("tokens", s.payload_dtype, {s.n, s.columns})
@@ -75,7 +75,7 @@ CustomCall MakeCall(PackCall*, const FuzzSizes& s, FuzzInput&) {
   return call;
 }
 
-CustomCall MakeCall(UnpackCall*, const FuzzSizes& s, FuzzInput& input) {
+CustomCall MakeCall(DispatchUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   CustomCall call;
   const bool tiled = s.quantized && s.scales % kTileColumns == 0 && input.Flag();
   call.Add("recv", ffi::U32,
@@ -119,22 +119,22 @@ CustomCall MakeCall(UnpackCall*, const FuzzSizes& s, FuzzInput& input) {
 }
 
 int64_t CachedBytes(const FuzzSizes& s, int64_t weights) {
-  const auto message = CachedDispatchMessage::Of(s.payload, s.scale, weights);
-  return CachedRegion::Of(s.n, message.bytes).bytes;
+  const auto message = DispatchCachedMessage::Of(s.payload, s.scale, weights);
+  return DispatchCachedRegion::Of(s.n, message.bytes).bytes;
 }
 
-CustomCall MakeCall(CachedPackCall*, const FuzzSizes& s, FuzzInput& input) {
+CustomCall MakeCall(DispatchCachedPackCall*, const FuzzSizes& s, FuzzInput& input) {
   CustomCall call;
   const int64_t weights = input.Flag() ? s.K : 0;
   call.Add("tokens", s.dtype, {s.n, s.H});
-  call.Add("weights", ffi::F32, {s.n, weights});
+  call.Add("router_weights", ffi::F32, {s.n, weights});
   call.Add("slot_of", ffi::S32, {s.n, s.K});
   call.Add("-> send", ffi::U32, s.Wire(CachedBytes(s, weights)));
   call.attributes = {{"key", int64_t{7}}, {"site", int64_t{5}}, {"format", s.format}};
   return call;
 }
 
-CustomCall MakeCall(CachedUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
+CustomCall MakeCall(DispatchCachedUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   CustomCall call;
   const bool weighted = s.N > 0 && input.Flag();
   const int64_t weights = weighted ? s.K : 0;
@@ -142,7 +142,7 @@ CustomCall MakeCall(CachedUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   call.Add("row_of", ffi::S32, {s.R, s.n, s.K});
   call.Add("row_slot", ffi::S32, {s.N});
   call.Add("-> rows", s.dtype, {s.N, s.H});
-  call.Add("-> row_weights", ffi::F32, {weighted ? s.N : 0});
+  call.Add("-> router_weights", ffi::F32, {weighted ? s.N : 0});
   call.attributes = {{"key", int64_t{7}}, {"format", s.format}};
   return call;
 }
@@ -252,11 +252,11 @@ void CheckIndices(const int32_t* values, int64_t count, int64_t low, int64_t end
 }
 template <typename Step>
 void CheckTables(const Step&) {}
-void CheckTables(const PackStep& step) {
+void CheckTables(const DispatchPackStep& step) {
   const EpShape& shape = step.shape;
   CheckIndices(step.slot_of, shape.tokens * shape.top_k, -1, shape.slots());
 }
-void CheckTables(const UnpackStep& step) {
+void CheckTables(const DispatchUnpackStep& step) {
   const EpShape& shape = step.shape;
   CheckIndices(step.row_of, shape.slots() * shape.top_k, -1, shape.recv_rows);
   CheckIndices(step.row_slot, shape.recv_rows, -1, shape.slots());
@@ -333,13 +333,13 @@ int64_t RunCall(FuzzInput& input, const How& how) {
 int64_t RunNumbered(FuzzInput& input, int64_t number, const How& how) {
   switch (number) {
     case 0:
-      return RunCall<PackCall>(input, how);
+      return RunCall<DispatchPackCall>(input, how);
     case 1:
-      return RunCall<UnpackCall>(input, how);
+      return RunCall<DispatchUnpackCall>(input, how);
     case 2:
-      return RunCall<CachedPackCall>(input, how);
+      return RunCall<DispatchCachedPackCall>(input, how);
     case 3:
-      return RunCall<CachedUnpackCall>(input, how);
+      return RunCall<DispatchCachedUnpackCall>(input, how);
     case 4:
       return RunCall<CombinePackCall>(input, how);
     case 5:

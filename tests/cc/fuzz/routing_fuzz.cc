@@ -94,12 +94,13 @@ void Sizes(FuzzInput& input) {
   FUZZ_CHECK(row > 0 && shape.experts() <= kMaxExperts && shape.slots() * k <= kMaxIndex);
   const auto header = RegionHeader::Of(shape.local_experts);
   for (const int64_t message :
-       {DispatchMessage::Of(row, row, k).bytes, CachedDispatchMessage::Of(row, row, k).bytes,
+       {DispatchMessage::Of(row, row, k).bytes, DispatchCachedMessage::Of(row, row, k).bytes,
         CombineMessage::Of(row, row, k).bytes}) {
     FUZZ_CHECK(message > 0 && shape.ranks * (header.bytes + n * k * message) >= 0);
   }
-  FUZZ_CHECK(
-      shape.ranks * CachedRegion::Of(n, CachedDispatchMessage::Of(row, row, k).bytes).bytes >= 0);
+  FUZZ_CHECK(shape.ranks *
+                 DispatchCachedRegion::Of(n, DispatchCachedMessage::Of(row, row, k).bytes).bytes >=
+             0);
   FUZZ_CHECK(shape.ranks * CombineRegion::Of(n * k, CombineMessage::Of(row, row, k).bytes).bytes >=
              0);
   FUZZ_CHECK(shape.recv_rows * row >= 0);
@@ -190,7 +191,7 @@ void Signals(FuzzInput& input) {
       pending.push_back(lease);
     } else if (act == 1 && !pending.empty()) {
       const auto at = static_cast<size_t>(input.Byte()) % pending.size();
-      CommitReceive(state, pending[at]);
+      CommitRecv(state, pending[at]);
       pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(at));
     } else if (act == 2) {
       const FlagCell cell{static_cast<uint64_t>(input.AnyInt()), input.Take<uint32_t>(),

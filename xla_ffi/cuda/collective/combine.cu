@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int32_t row = lane < shape.top_k
                             ? RowOrDropped(step.row_of[item * shape.top_k + lane], shape.recv_rows)
                             : -1;
-    const float weight = row >= 0 && step.row_weights != nullptr ? step.row_weights[row] : 1.0f;
+    const float weight =
+        row >= 0 && step.router_weights != nullptr ? step.router_weights[row] : 1.0f;
     const TermList terms = TermsOfLanes(row, weight);
     uint8_t* to = step.send + source * region.bytes + region.messages + slot * message.bytes;
     ForEachVector(part, row_bytes, [&](int64_t vector, bool in_row) {

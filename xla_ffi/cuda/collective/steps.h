@@ -12,13 +12,13 @@
 namespace jax_ep::cuda {
 
 template <typename Format>
-cudaError_t Pack(const PackStep& step, cudaStream_t stream);
+cudaError_t DispatchPack(const DispatchPackStep& step, cudaStream_t stream);
 template <typename Format>
-cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream);
+cudaError_t DispatchUnpack(const DispatchUnpackStep& step, cudaStream_t stream);
 template <typename Format>
-cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream);
+cudaError_t DispatchCachedPack(const DispatchCachedPackStep& step, cudaStream_t stream);
 template <typename Format>
-cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream);
+cudaError_t DispatchCachedUnpack(const DispatchCachedUnpackStep& step, cudaStream_t stream);
 
 // Stand-alone quantisation, for quantised formats only.
 template <typename Format>
@@ -30,8 +30,8 @@ cudaError_t CombinePack(const CombinePackStep& step, cudaStream_t stream);
 cudaError_t CombineUnpack(const CombineUnpackStep& step, cudaStream_t stream);
 
 // Called by PreloadKernels (cuda/init.h).
-cudaError_t PreloadPackKernels();
-cudaError_t PreloadUnpackKernels();
+cudaError_t PreloadDispatchPackKernels();
+cudaError_t PreloadDispatchUnpackKernels();
 cudaError_t PreloadCombineKernels();
 cudaError_t PreloadQuantizeKernels();
 

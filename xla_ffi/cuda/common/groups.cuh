@@ -1,5 +1,6 @@
-// Computes from the counts of all sources where each group of rows starts. In collective/unpack.cu
-// one block does this; in window/groups.cuh some warps of every block do.
+// Computes from the counts of all sources where each group of rows starts. In
+// collective/dispatch_unpack.cu one block does this; in window/groups.cuh some warps of every block
+// do.
 #pragma once
 
 #include <cstdint>

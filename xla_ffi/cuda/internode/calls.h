@@ -23,21 +23,21 @@ class InternodeRank {
   }
   // Launches the receive half, by calling `half()`, and what surrounds it.
   template <typename Half>
-  cudaError_t ReceiveHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
+  cudaError_t RecvHalf(const InternodeCall& call, cudaStream_t stream, Half half) const {
     cudaError_t error = Arrive(call, stream);
     if (error == cudaSuccess) error = half();
     return error == cudaSuccess ? Return(call.kind, stream) : error;
   }
   // Launches a whole call; `send(pending)` and `receive(pending)` launch its halves. Every rank
   // sends all it has before it waits for what others send.
-  template <typename SendHalf_, typename ReceiveHalf_>
+  template <typename SendHalf_, typename RecvHalf_>
   cudaError_t Whole(InternodeCall call, cudaStream_t stream, SendHalf_ send,
-                    ReceiveHalf_ receive) const {
+                    RecvHalf_ receive) const {
     PendingCall* pending = &internode_.group.control->whole[static_cast<int>(call.kind)];
     call.pending = pending;
     const cudaError_t error = SendHalf(call, stream, [&] { return send(pending); });
     if (error != cudaSuccess) return error;
-    return ReceiveHalf(call, stream, [&] { return receive(pending); });
+    return RecvHalf(call, stream, [&] { return receive(pending); });
   }
 
  private:

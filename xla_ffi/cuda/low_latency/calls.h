@@ -17,16 +17,16 @@ inline bool HasCells(const WindowGroup& group, CallKind kind, int64_t messages, 
          messages * layout.message_cells <= layout.cells_per_source;
 }
 
-bool IsLowLatency(const WindowCombineStep& step, const WindowGroup& group);
-cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowGroup& group,
-                                    cudaStream_t stream);
-cudaError_t PreloadWindowLowLatencyCombine();
+bool IsLowLatency(const CombineStep& step, const WindowGroup& group);
+cudaError_t CombineLowLatency(const CombineStep& step, const WindowGroup& group,
+                              cudaStream_t stream);
+cudaError_t PreloadCombineLowLatency();
 
 template <typename Format>
-bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group);
+bool IsLowLatency(const DispatchStep& step, const WindowGroup& group);
 template <typename Format>
-cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                                     cudaStream_t stream);
-cudaError_t PreloadWindowLowLatencyDispatch();
+cudaError_t DispatchLowLatency(const DispatchStep& step, const WindowGroup& group,
+                               cudaStream_t stream);
+cudaError_t PreloadDispatchLowLatency();
 
 }  // namespace jax_ep::cuda

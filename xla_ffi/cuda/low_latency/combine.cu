@@ -8,7 +8,7 @@
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/low_latency/calls.h"
-#include "cuda/low_latency/crew.cuh"
+#include "cuda/low_latency/roles.cuh"
 #include "cuda/window/call.cuh"
 #include "cuda/window/grid.h"
 #include "formats/element_type.h"
@@ -50,9 +50,10 @@ __device__ CellElements<T> LoadWords(const uint8_t* row, uint32_t first, uint32_
 template <typename Element, typename Wire>
 class LowLatencyCombine {
  public:
-  __device__ LowLatencyCombine(const WindowCombineStep& step, const LowLatencyCombinePlan& plan,
-                               WindowCall& call, const LowLatencyCrew& crew, LowLatencyBlock& block)
-      : step_(step), plan_(plan), call_(call), crew_(crew), block_(block) {}
+  __device__ LowLatencyCombine(const CombineStep& step, const LowLatencyCombinePlan& plan,
+                               WindowCall& call, const LowLatencyRoles& roles,
+                               LowLatencyBlock& block)
+      : step_(step), plan_(plan), call_(call), roles_(roles), block_(block) {}
 
   __device__ void Send(uint32_t item) {
     uint32_t piece, turn;
@@ -65,7 +66,7 @@ class LowLatencyCombine {
     const bool there = static_cast<int32_t>(slot) < step_.slot_counts[source];
     float sums[kCount] = {};
     if (there) SumRows(row, cell, sums);
-    if (crew_.AwaitCredits()) {
+    if (roles_.AwaitCredits()) {
       if (slot == 0 && piece == 0 && threadIdx.x == 0) {
         call_.PostCounts(source, 0, {0, call_.tag(), 0});
       }
@@ -74,7 +75,7 @@ class LowLatencyCombine {
         call_.PostCell(call_.Cells(source, call_.rank(), slot) + cell, rounded.words);
       }
     }
-    crew_.ReadsOver();
+    roles_.ReadsOver();
   }
 
   __device__ void Receive(uint32_t item) {
@@ -84,7 +85,7 @@ class LowLatencyCombine {
     float sums[kCount] = {};
     const bool ok = Gather(item, token, cell, sums);
     if (!ok) StoreSame(&block_.failed, true);
-    crew_.ReadsOver();
+    roles_.ReadsOver();
     if (ok && cell < plan_.cells) StoreSums(token, cell, sums);
   }
 
@@ -100,8 +101,9 @@ class LowLatencyCombine {
   }
 
   __device__ void SumRows(int32_t row, uint32_t cell, float (&sums)[kCount]) const {
-    const float weight =
-        row >= 0 && step_.row_weights != nullptr ? LoadAroundL1(step_.row_weights + row) : 1.0f;
+    const float weight = row >= 0 && step_.router_weights != nullptr
+                             ? LoadAroundL1(step_.router_weights + row)
+                             : 1.0f;
     const auto* rows = static_cast<const uint8_t*>(step_.expert_out);
     unsigned left = __ballot_sync(kFullWarp, row >= 0);
     JAX_EP_NO_UNROLL
@@ -195,10 +197,10 @@ class LowLatencyCombine {
     }
   }
 
-  const WindowCombineStep& step_;
+  const CombineStep& step_;
   const LowLatencyCombinePlan& plan_;
   WindowCall& call_;
-  const LowLatencyCrew& crew_;
+  const LowLatencyRoles& roles_;
   LowLatencyBlock& block_;
 };
 
@@ -206,9 +208,9 @@ class LowLatencyCombine {
 
 template <typename Element, typename Wire>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
-    WindowLowLatencyCombineKernel(const __grid_constant__ WindowCombineStep step,
-                                  const __grid_constant__ WindowGroup group,
-                                  const __grid_constant__ LowLatencyCombinePlan plan) {
+    CombineLowLatencyKernel(const __grid_constant__ CombineStep step,
+                            const __grid_constant__ WindowGroup group,
+                            const __grid_constant__ LowLatencyCombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   auto& block = SharedObject<LowLatencyBlock>();
   WindowCall call(group, CallKind::kCombine, plan.call, block.call);
@@ -216,10 +218,10 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   if (threadIdx.x == 0) block.failed = false;
   if (blockIdx.x == 0 && threadIdx.x == 0) *step.done = 0;
   __syncthreads();
-  LowLatencyCrew crew(call, block);
-  LowLatencyCombine<Element, Wire> combine(step, plan, call, crew, block);
-  const bool fills = crew.Run([&](uint32_t item) { combine.Send(item); },
-                              [&](uint32_t item) { combine.Receive(item); });
+  LowLatencyRoles roles(call, block);
+  LowLatencyCombine<Element, Wire> combine(step, plan, call, roles, block);
+  const bool fills = roles.Run([&](uint32_t item) { combine.Send(item); },
+                               [&](uint32_t item) { combine.Receive(item); });
   if (!fills) return;
   call.EndGroup();
   FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
@@ -229,15 +231,15 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
 
 }  // namespace
 
-bool IsLowLatency(const WindowCombineStep& step, const WindowGroup& group) {
+bool IsLowLatency(const CombineStep& step, const WindowGroup& group) {
   return !step.has_options() && step.shape.tokens > 0 &&
          step.shape.tokens <= kLowLatencyCombineTokens && step.num_weights == 0 &&
          !step.quantized && ElementBytes(step.element) == ElementBytes(step.wire) &&
          HasCells(group, CallKind::kCombine, step.shape.tokens, CellsOf(step.shape.row_bytes()));
 }
 
-cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowGroup& group,
-                                    cudaStream_t stream) {
+cudaError_t CombineLowLatency(const CombineStep& step, const WindowGroup& group,
+                              cudaStream_t stream) {
   const EpShape& shape = step.shape;
   LowLatencyCombinePlan plan{};
   plan.row_bytes = shape.row_bytes();
@@ -256,7 +258,7 @@ cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowG
   return VisitElements(step.element, step.wire,
                        [&]<typename Element, typename Wire>(Element, Wire) {
                          if constexpr (sizeof(Element) == sizeof(Wire)) {
-                           return Launch(WindowLowLatencyCombineKernel<Element, Wire>, grid,
+                           return Launch(CombineLowLatencyKernel<Element, Wire>, grid,
                                          kLowLatencyThreads, 0, stream, step, group, plan);
                          } else {
                            return cudaErrorNotSupported;
@@ -264,14 +266,14 @@ cudaError_t WindowLowLatencyCombine(const WindowCombineStep& step, const WindowG
                        });
 }
 
-cudaError_t PreloadWindowLowLatencyCombine() {
+cudaError_t PreloadCombineLowLatency() {
   cudaError_t error = cudaSuccess;
   for (const ElementType element : kElementTypes) {
     for (const ElementType wire : kElementTypes) {
       if (error != cudaSuccess) return error;
       error = VisitElements(element, wire, []<typename Element, typename Wire>(Element, Wire) {
         if constexpr (sizeof(Element) == sizeof(Wire)) {
-          return Preload(WindowLowLatencyCombineKernel<Element, Wire>);
+          return Preload(CombineLowLatencyKernel<Element, Wire>);
         } else {
           return cudaSuccess;
         }

@@ -10,11 +10,11 @@
 #include "cuda/common/quantize.cuh"
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/low_latency/calls.h"
-#include "cuda/low_latency/crew.cuh"
+#include "cuda/low_latency/roles.cuh"
 #include "cuda/window/call.cuh"
 #include "cuda/window/coded.cuh"
 #include "cuda/window/counts.cuh"
-#include "cuda/window/dispatch_receive.cuh"
+#include "cuda/window/dispatch_recv.cuh"
 #include "cuda/window/grid.h"
 #include "cuda/window/groups.cuh"
 #include "cuda/window/route.cuh"
@@ -85,7 +85,7 @@ struct LowLatencyShared {
 // Called by the whole block before a barrier. These loads overlap those of BeginInOrder, which take
 // as long.
 template <typename Format>
-__device__ void LoadEntries(const WindowDispatchStep& step, LowLatencyShared<Format>& shared) {
+__device__ void LoadEntries(const DispatchStep& step, LowLatencyShared<Format>& shared) {
   const uint32_t entries = static_cast<uint32_t>(step.shape.tokens * step.shape.top_k);
   JAX_EP_NO_UNROLL
   for (uint32_t i = threadIdx.x; i < entries; i += kLowLatencyThreads) {
@@ -120,14 +120,14 @@ class LowLatencySender {
   using Range = LowLatencyDispatchPlan::Range;
 
   // In shared memory: `router_rows` [kRouters, E] and, in formats that encode, `message`.
-  __device__ LowLatencySender(const WindowDispatchStep& step, const LowLatencyDispatchPlan& plan,
-                              WindowCall& call, const LowLatencyCrew& crew,
+  __device__ LowLatencySender(const DispatchStep& step, const LowLatencyDispatchPlan& plan,
+                              WindowCall& call, const LowLatencyRoles& roles,
                               LowLatencyShared<Format>& shared, int32_t* router_rows,
                               uint8_t* message)
       : step_(step),
         plan_(plan),
         call_(call),
-        crew_(crew),
+        roles_(roles),
         shared_(shared),
         router_rows_(router_rows),
         message_(message) {}
@@ -146,7 +146,7 @@ class LowLatencySender {
     const bool counts = token == 0 && piece == 0;
     if (Warp() == 0) Assign(token, part == static_cast<uint32_t>(token) * plan_.sends.value);
     if (Warp() == 1 && counts) CountAll(first_turn == 0);
-    if (crew_.AwaitCredits()) {
+    if (roles_.AwaitCredits()) {
       // AwaitCredits was also a barrier: the other workers have encoded their parts.
       if constexpr (kEncodes) LoadCells(token, cells, words);
       if (counts) PostAllCounts(first_turn);
@@ -155,7 +155,7 @@ class LowLatencySender {
         Post(Destination(turn), token, cells, words);
       }
     }
-    crew_.ReadsOver();
+    roles_.ReadsOver();
   }
 
  private:
@@ -296,10 +296,10 @@ class LowLatencySender {
     }
   }
 
-  const WindowDispatchStep& step_;
+  const DispatchStep& step_;
   const LowLatencyDispatchPlan& plan_;
   WindowCall& call_;
-  const LowLatencyCrew& crew_;
+  const LowLatencyRoles& roles_;
   LowLatencyShared<Format>& shared_;
   int32_t* router_rows_;
   uint8_t* message_;
@@ -316,14 +316,14 @@ class LowLatencyReceiver {
 
   // In shared memory: `tables` of the GroupTable and, in formats with scales, `first_tiles` [L + 1]
   // and `zeros` [kZeroBytes].
-  __device__ LowLatencyReceiver(const WindowDispatchStep& step, const LowLatencyDispatchPlan& plan,
-                                WindowCall& call, const LowLatencyCrew& crew,
+  __device__ LowLatencyReceiver(const DispatchStep& step, const LowLatencyDispatchPlan& plan,
+                                WindowCall& call, const LowLatencyRoles& roles,
                                 LowLatencyShared<Format>& shared, uint8_t* tables,
                                 int32_t* first_tiles, const uint8_t* zeros)
       : step_(step),
         plan_(plan),
         call_(call),
-        crew_(crew),
+        roles_(roles),
         shared_(shared),
         groups_(step.shape, kLowLatencyWarps, tables),
         scales_(step, plan.scales, groups_, first_tiles, zeros) {}
@@ -333,10 +333,10 @@ class LowLatencyReceiver {
   __device__ void Receive(uint32_t item) {
     const bool has_message = item < plan_.message_items;
     const Message message = MessageOf(has_message ? item : 0);
-    const CountCell* from[kSeen] = {};
-    uint32_t sources[kSeen];
+    const CountCell* from[kArrivedCells] = {};
+    uint32_t sources[kArrivedCells];
 #pragma unroll
-    for (uint32_t i = 0; i < kSeen; ++i) sources[i] = message.source;
+    for (uint32_t i = 0; i < kArrivedCells; ++i) sources[i] = message.source;
     if (has_message) {
       from[kHead] = message.cells;
       if (HasEntry()) from[kEntry] = message.cells + 1 + Lane();
@@ -347,27 +347,28 @@ class LowLatencyReceiver {
       sources[kCounts] = plan_.count_cells.Divide(threadIdx.x, cell);
       from[kCounts] = call_.Counts(call_.rank(), sources[kCounts]) + cell;
     }
-    CountCell seen[kSeen] = {};
-    bool ok = call_.AwaitCells(from, sources, seen, [&](const CountCell(&cells)[kSeen]) {
-      return cells[kHead].counts[0] < 0 ? kPayload : kSeen;
+    CountCell arrived[kArrivedCells] = {};
+    bool ok = call_.AwaitCells(from, sources, arrived, [&](const CountCell(&cells)[kArrivedCells]) {
+      return cells[kHead].counts[0] < 0 ? kPayload : kArrivedCells;
     });
     // The cell belongs to another call; this reports it.
-    if (ok && from[kCounts] != nullptr && !call_.HasCounts(cell, seen[kCounts])) {
-      ok = call_.AwaitCounts(sources[kCounts], cell, seen[kCounts]);
+    if (ok && from[kCounts] != nullptr && !call_.HasCounts(cell, arrived[kCounts])) {
+      ok = call_.AwaitCounts(sources[kCounts], cell, arrived[kCounts]);
     }
     if (!ok) Fail();
-    if (plan_.reads_at_once) crew_.ReadsOver();
+    if (plan_.reads_at_once) roles_.ReadsOver();
     if (built_) {
-      crew_.Sync();
+      roles_.Sync();
     } else {
-      groups_.Build(call_, plan_.count_cells, crew_.team(), shared_.counts_arrived, &seen[kCounts]);
+      groups_.Build(call_, plan_.count_cells, roles_.team(), shared_.counts_arrived,
+                    &arrived[kCounts]);
       if constexpr (kScaled) {
-        if (shared_.counts_arrived) scales_.Build(crew_.team());
+        if (shared_.counts_arrived) scales_.Build(roles_.team());
       }
       built_ = true;
     }
     if (shared_.counts_arrived) {
-      if (has_message && !PlaceMessage(message, seen)) Fail();
+      if (has_message && !PlaceMessage(message, arrived)) Fail();
       if (item == 0 && Warp() == 1) {
         groups_.Write(step_);
         if constexpr (kScaled) scales_.WriteOnce();
@@ -376,7 +377,7 @@ class LowLatencyReceiver {
     } else if (threadIdx.x == 0 && !plan_.reads_at_once) {
       Fail();  // the failed wait was in Build
     }
-    if (!plan_.reads_at_once) crew_.ReadsOver();
+    if (!plan_.reads_at_once) roles_.ReadsOver();
   }
 
  private:
@@ -384,7 +385,7 @@ class LowLatencyReceiver {
 
   // What a worker reads of a message, and of the counts in front of it.
   static constexpr uint32_t kHead = 0, kEntry = 1, kCounts = 2, kPayload = 3;
-  static constexpr uint32_t kSeen = kPayload + kCellsAtOnce;
+  static constexpr uint32_t kArrivedCells = kPayload + kCellsAtOnce;
 
   struct Message {
     const CountCell* cells;
@@ -419,13 +420,14 @@ class LowLatencyReceiver {
   }
 
   // Returns false in workers whose wait failed.
-  __device__ bool PlaceMessage(const Message& message, const CountCell (&seen)[kSeen]) const {
+  __device__ bool PlaceMessage(const Message& message,
+                               const CountCell (&arrived)[kArrivedCells]) const {
     const EpShape& shape = step_.shape;
-    const int32_t slot = seen[kHead].counts[0];
+    const int32_t slot = arrived[kHead].counts[0];
     if (slot < 0 || slot >= shape.tokens) return true;
     int32_t row = -1, expert = 0;
     if (HasEntry()) {
-      const CountCell& entry = seen[kEntry];
+      const CountCell& entry = arrived[kEntry];
       // Unsigned, so that whatever a peer has stored wraps around instead of overflowing.
       const auto first = static_cast<uint32_t>(call_.rank() * shape.local_experts);
       expert = static_cast<int32_t>(static_cast<uint32_t>(entry.counts[0]) - first);
@@ -438,7 +440,7 @@ class LowLatencyReceiver {
     if constexpr (kScaled) scales = row < 0 ? nullptr : scales_.At(row, expert);
     CountCell cells[kCellsAtOnce];
 #pragma unroll
-    for (uint32_t i = 0; i < kCellsAtOnce; ++i) cells[i] = seen[kPayload + i];
+    for (uint32_t i = 0; i < kCellsAtOnce; ++i) cells[i] = arrived[kPayload + i];
     bool ok = true;
     JAX_EP_NO_UNROLL
     for (uint32_t first = message.payload.begin; ok;) {
@@ -466,7 +468,7 @@ class LowLatencyReceiver {
     info[0] = static_cast<int32_t>(message.source);
     info[1] = static_cast<int32_t>(message.token);
     info[2] = Lane();
-    step_.row_weights[row] = __int_as_float(entry.counts[2]);
+    step_.router_weights[row] = __int_as_float(entry.counts[2]);
   }
 
   // Called by the whole warp: stores a message's cells, from `first` on, to the rows of the lanes
@@ -535,7 +537,7 @@ class LowLatencyReceiver {
     JAX_EP_NO_UNROLL
     for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kLowLatencyWorkers) {
       step_.row_slot[row] = -1;
-      step_.row_weights[row] = 0.0f;
+      step_.router_weights[row] = 0.0f;
     }
     JAX_EP_NO_UNROLL
     for (int64_t i = range.begin * 3 + threadIdx.x; i < range.end * 3; i += kLowLatencyWorkers) {
@@ -554,10 +556,10 @@ class LowLatencyReceiver {
     }
   }
 
-  const WindowDispatchStep& step_;
+  const DispatchStep& step_;
   const LowLatencyDispatchPlan& plan_;
   WindowCall& call_;
-  const LowLatencyCrew& crew_;
+  const LowLatencyRoles& roles_;
   LowLatencyShared<Format>& shared_;
   GroupTable groups_;
   std::conditional_t<kScaled, ScaleWriter<Format>, NoScales> scales_;
@@ -599,9 +601,9 @@ constexpr int64_t kMostSharedBytes = int64_t{128} << 10;
 
 template <typename Format>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
-    WindowLowLatencyDispatchKernel(const __grid_constant__ WindowDispatchStep step,
-                                   const __grid_constant__ WindowGroup group,
-                                   const __grid_constant__ LowLatencyDispatchPlan plan) {
+    DispatchLowLatencyKernel(const __grid_constant__ DispatchStep step,
+                             const __grid_constant__ WindowGroup group,
+                             const __grid_constant__ LowLatencyDispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const memory = SharedBytes();
   auto& shared = SharedObject<LowLatencyShared<Format>>();
@@ -618,15 +620,15 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
     shared.block.failed = false;
   }
   __syncthreads();
-  LowLatencyCrew crew(call, shared.block);
-  LowLatencySender<Format> sender(step, plan, call, crew, shared,
+  LowLatencyRoles roles(call, shared.block);
+  LowLatencySender<Format> sender(step, plan, call, roles, shared,
                                   reinterpret_cast<int32_t*>(memory + at.router_rows),
                                   memory + at.message);
-  LowLatencyReceiver<Format> receiver(step, plan, call, crew, shared, memory + at.tables,
+  LowLatencyReceiver<Format> receiver(step, plan, call, roles, shared, memory + at.tables,
                                       reinterpret_cast<int32_t*>(memory + at.first_tiles),
                                       memory + at.zeros);
-  const bool fills = crew.Run([&](uint32_t item) { sender.Send(item); },
-                              [&](uint32_t item) { receiver.Receive(item); });
+  const bool fills = roles.Run([&](uint32_t item) { sender.Send(item); },
+                               [&](uint32_t item) { receiver.Receive(item); });
   if (!fills) return;
   call.EndGroup();
   Fail<Format>(step, plan.scales);
@@ -634,7 +636,7 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
 }
 
 template <typename Format>
-bool FitsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
+bool FitsLowLatency(const DispatchStep& step, const WindowGroup& group) {
   // Low latency pays as long as every item has a multiprocessor of its own: a block's second item
   // comes later than a flag would. Very few tokens gain even without that.
   constexpr int64_t kItems = 128, kVeryFew = 8;
@@ -650,7 +652,7 @@ bool FitsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
 }
 
 template <typename Format>
-cudaError_t LaunchLowLatency(const WindowDispatchStep& step, const WindowGroup& group,
+cudaError_t LaunchLowLatency(const DispatchStep& step, const WindowGroup& group,
                              cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const uint32_t blocks = BlockLimit(group, UINT32_MAX);
@@ -692,39 +694,39 @@ cudaError_t LaunchLowLatency(const WindowDispatchStep& step, const WindowGroup& 
                           shape.top_k, step.site);
   const int64_t shared = LowLatencyMemory<Format>::Of(shape, plan.message_words).bytes;
   const dim3 grid(std::min(blocks, send_items + plan.call.work.receive_items));
-  return Launch(WindowLowLatencyDispatchKernel<Format>, grid, kLowLatencyThreads,
+  return Launch(DispatchLowLatencyKernel<Format>, grid, kLowLatencyThreads,
                 static_cast<size_t>(shared), stream, step, group, plan);
 }
 
 }  // namespace
 
 template <typename Format>
-bool IsLowLatency(const WindowDispatchStep& step, const WindowGroup& group) {
+bool IsLowLatency(const DispatchStep& step, const WindowGroup& group) {
   return VisitSentTokens<Format>(
       step, [&]<typename Sent>(TypeTag<Sent>) { return FitsLowLatency<Sent>(step, group); });
 }
 
 template <typename Format>
-cudaError_t WindowLowLatencyDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                                     cudaStream_t stream) {
+cudaError_t DispatchLowLatency(const DispatchStep& step, const WindowGroup& group,
+                               cudaStream_t stream) {
   return VisitSentTokens<Format>(step, [&]<typename Sent>(TypeTag<Sent>) {
     return LaunchLowLatency<Sent>(step, group, stream);
   });
 }
 
-cudaError_t PreloadWindowLowLatencyDispatch() {
+cudaError_t PreloadDispatchLowLatency() {
   cudaError_t error = cudaSuccess;
   ForEachSentTokens([&]<typename Sent>(TypeTag<Sent>) {
     if (error != cudaSuccess) return;
-    error = PreloadShared(WindowLowLatencyDispatchKernel<Sent>, kMostSharedBytes);
+    error = PreloadShared(DispatchLowLatencyKernel<Sent>, kMostSharedBytes);
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                   \
-  template bool IsLowLatency<Format>(const WindowDispatchStep&, const WindowGroup&); \
-  template cudaError_t WindowLowLatencyDispatch<Format>(const WindowDispatchStep&,   \
-                                                        const WindowGroup&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                         \
+  template bool IsLowLatency<Format>(const DispatchStep&, const WindowGroup&);             \
+  template cudaError_t DispatchLowLatency<Format>(const DispatchStep&, const WindowGroup&, \
+                                                  cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

@@ -223,10 +223,10 @@ class WindowCall {
   __device__ bool AwaitCounts(uint32_t source, int64_t cell, CountCell& counts) const {
     const CountCell* from = Counts(group_.rank, source) + cell;
     return Await(Phase::kReceive, source, [&] {
-      const Observation seen = ObserveCounts(memory_, from, lease_.epoch, counts);
+      const Observation observed = ObserveCounts(memory_, from, lease_.epoch, counts);
       const bool differs =
-          seen == Observation::kArrived && cell == 0 && counts.counts[1] != plan_.tag;
-      return differs ? Observation::kProtocolError : seen;
+          observed == Observation::kArrived && cell == 0 && counts.counts[1] != plan_.tag;
+      return differs ? Observation::kProtocolError : observed;
     });
   }
   // Returns whether a cell holds this call's counts. If it holds those of another call, AwaitCounts
@@ -386,7 +386,7 @@ class WindowCall {
     ReturnCredits(thread, lease_.region, lease_.epoch);
     if (thread == 0) {
       CommitSend(state_, lease_);
-      CommitReceive(state_, lease_);
+      CommitRecv(state_, lease_);
     }
   }
 

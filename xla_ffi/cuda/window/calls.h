@@ -15,17 +15,15 @@ namespace jax_ep::cuda {
 
 // The formats of cached dispatches: rows travel unchanged or in grad_format.
 template <typename Format>
-inline constexpr bool kCachedFormat = !QuantizedFormat<Format> || kIsWireFormat<Format>;
+inline constexpr bool kDispatchCachedFormat = !QuantizedFormat<Format> || kIsWireFormat<Format>;
 
 template <typename Format>
-cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                           cudaStream_t stream);
-// For formats with kCachedFormat.
+cudaError_t Dispatch(const DispatchStep& step, const WindowGroup& group, cudaStream_t stream);
+// For formats with kDispatchCachedFormat.
 template <typename Format>
-cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
-                                 cudaStream_t stream);
-cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
-                          cudaStream_t stream);
+cudaError_t DispatchCached(const DispatchCachedStep& step, const WindowGroup& group,
+                           cudaStream_t stream);
+cudaError_t Combine(const CombineStep& step, const WindowGroup& group, cudaStream_t stream);
 
 // The same calls in two halves, with the same results. A send half takes the operands that senders
 // read, writes the results that they write, and leaves in `pending` what its receive half needs. A
@@ -33,31 +31,28 @@ cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& grou
 // tokens again. `of_whole_call`: the receive half follows at once, as part of one whole call.
 // Cached dispatches have halves for that purpose only.
 template <typename Format>
-cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream,
-                               bool of_whole_call = false);
+cudaError_t DispatchSend(const DispatchStep& step, PendingCall* pending, const WindowGroup& group,
+                         cudaStream_t stream, bool of_whole_call = false);
 template <typename Format>
-cudaError_t WindowDispatchReceive(const WindowDispatchStep& step, const PendingCall* pending,
-                                  const WindowGroup& group, cudaStream_t stream);
+cudaError_t DispatchRecv(const DispatchStep& step, const PendingCall* pending,
+                         const WindowGroup& group, cudaStream_t stream);
 template <typename Format>
-cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, PendingCall* pending,
-                                     const WindowGroup& group, cudaStream_t stream);
+cudaError_t DispatchCachedSend(const DispatchCachedStep& step, PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream);
 template <typename Format>
-cudaError_t WindowCachedDispatchReceive(const WindowCachedDispatchStep& step,
-                                        const PendingCall* pending, const WindowGroup& group,
-                                        cudaStream_t stream);
-cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pending,
-                              const WindowGroup& group, cudaStream_t stream,
-                              bool of_whole_call = false);
-cudaError_t WindowCombineReceive(const WindowCombineStep& step, const PendingCall* pending,
-                                 const WindowGroup& group, cudaStream_t stream);
+cudaError_t DispatchCachedRecv(const DispatchCachedStep& step, const PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream);
+cudaError_t CombineSend(const CombineStep& step, PendingCall* pending, const WindowGroup& group,
+                        cudaStream_t stream, bool of_whole_call = false);
+cudaError_t CombineRecv(const CombineStep& step, const PendingCall* pending,
+                        const WindowGroup& group, cudaStream_t stream);
 
 // See PreloadWindowKernels (cuda/init.h).
-cudaError_t PreloadWindowDispatch();
-cudaError_t PreloadWindowCachedDispatch();
-cudaError_t PreloadWindowCombine();
-cudaError_t PreloadWindowDispatchHalves();
-cudaError_t PreloadWindowCombineSend();
-cudaError_t PreloadWindowCombineReceive();
+cudaError_t PreloadDispatch();
+cudaError_t PreloadDispatchCached();
+cudaError_t PreloadCombine();
+cudaError_t PreloadDispatchHalves();
+cudaError_t PreloadCombineSend();
+cudaError_t PreloadCombineRecv();
 
 }  // namespace jax_ep::cuda

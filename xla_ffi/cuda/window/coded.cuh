@@ -27,7 +27,7 @@ template <typename Format>
 inline constexpr bool kHasScales = QuantizedFormat<Format> || kIsCoded<Format>;
 
 template <typename Format>
-JAX_EP_HOST_DEVICE int64_t PayloadBytesOf(const WindowDispatchStep& step) {
+JAX_EP_HOST_DEVICE int64_t PayloadBytesOf(const DispatchStep& step) {
   if constexpr (kIsCoded<Format>) {
     return step.code_bytes;
   } else {
@@ -35,7 +35,7 @@ JAX_EP_HOST_DEVICE int64_t PayloadBytesOf(const WindowDispatchStep& step) {
   }
 }
 template <typename Format>
-JAX_EP_HOST_DEVICE int64_t ScaleBytesOf(const WindowDispatchStep& step) {
+JAX_EP_HOST_DEVICE int64_t ScaleBytesOf(const DispatchStep& step) {
   if constexpr (kIsCoded<Format>) {
     return step.scale_bytes;
   } else {
@@ -43,14 +43,14 @@ JAX_EP_HOST_DEVICE int64_t ScaleBytesOf(const WindowDispatchStep& step) {
   }
 }
 template <typename Format>
-JAX_EP_HOST_DEVICE DispatchMessage MessageOf(const WindowDispatchStep& step) {
+JAX_EP_HOST_DEVICE DispatchMessage MessageOf(const DispatchStep& step) {
   return DispatchMessage::Of(PayloadBytesOf<Format>(step), ScaleBytesOf<Format>(step),
                              step.shape.top_k);
 }
 
 // Calls visit(TypeTag<Sent>{}) with the type for what the tokens of a call in `Format` come as.
 template <typename Format, typename Visit>
-auto VisitSentTokens(const WindowDispatchStep& step, Visit&& visit) {
+auto VisitSentTokens(const DispatchStep& step, Visit&& visit) {
   if constexpr (QuantizedFormat<Format>) {
     if (step.token_scales != nullptr) return visit(TypeTag<Coded<typename Format::Scale>>{});
   }

@@ -9,7 +9,7 @@
 #include "cuda/window/call.cuh"
 #include "cuda/window/calls.h"
 #include "cuda/window/combine_plan.cuh"
-#include "cuda/window/combine_receive.cuh"
+#include "cuda/window/combine_recv.cuh"
 #include "cuda/window/combine_send.cuh"
 #include "cuda/window/grid.h"
 
@@ -18,9 +18,9 @@ namespace {
 
 template <typename Element, typename Wire, bool kOptions>
 __global__ void __launch_bounds__(kSumThreads, 1)
-    WindowCombineKernel(const __grid_constant__ WindowCombineStep step,
-                        const __grid_constant__ WindowGroup group,
-                        const __grid_constant__ CombinePlan plan) {
+    CombineKernel(const __grid_constant__ CombineStep step,
+                  const __grid_constant__ WindowGroup group,
+                  const __grid_constant__ CombinePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   auto& block = SharedObject<CallBlock>();
   WindowCall call(group, CallKind::kCombine, plan.call, block);
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
   __syncthreads();
   bool ok = call.Join();
   if (ok) {
-    const Combine combine{step, plan, call};
+    const CombineContext combine{step, plan, call};
     const bool sends = static_cast<uint32_t>(Warp()) < call.senders();
     ok = sends ? SendSums<Element, Wire, kOptions>(combine, call.First(Queue::kSend))
                : call.AwaitCredits();
@@ -53,23 +53,21 @@ BlockRoles SumRoles(const WindowGroup& group, const WorkPlan& work, int64_t toke
 
 }  // namespace
 
-cudaError_t WindowCombine(const WindowCombineStep& step, const WindowGroup& group,
-                          cudaStream_t stream) {
-  if (IsLowLatency(step, group)) return WindowLowLatencyCombine(step, group, stream);
+cudaError_t Combine(const CombineStep& step, const WindowGroup& group, cudaStream_t stream) {
+  if (IsLowLatency(step, group)) return CombineLowLatency(step, group, stream);
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.roles = SumRoles(group, plan.call.work, step.shape.tokens);
   const dim3 grid(plan.call.roles.blocks);
   return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
-    return Launch(WindowCombineKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step, group,
-                  plan);
+    return Launch(CombineKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step, group, plan);
   });
 }
 
-cudaError_t PreloadWindowCombine() {
-  const cudaError_t error = PreloadWindowLowLatencyCombine();
+cudaError_t PreloadCombine() {
+  const cudaError_t error = PreloadCombineLowLatency();
   if (error != cudaSuccess) return error;
   return PreloadCombines([]<typename E, typename W, typename O>(E, W, O) {
-    return Preload(WindowCombineKernel<E, W, O::value>);
+    return Preload(CombineKernel<E, W, O::value>);
   });
 }
 

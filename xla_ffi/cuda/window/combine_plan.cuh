@@ -38,7 +38,7 @@ struct CombinePlan {
 };
 
 // Makes all of the plan except the roles.
-inline CombinePlan MakeCombinePlan(const WindowCombineStep& step) {
+inline CombinePlan MakeCombinePlan(const CombineStep& step) {
   const EpShape& shape = step.shape;
   const int64_t messages = step.messages();
   const int64_t chunks = kCombineChunks.Count(messages), pieces = Pieces(shape.hidden);
@@ -62,7 +62,7 @@ inline CombinePlan MakeCombinePlan(const WindowCombineStep& step) {
 
 // Calls visit(Element, Wire, kOptions) with the types of the kernel that a step needs.
 template <typename Visit>
-cudaError_t VisitCombine(const WindowCombineStep& step, Visit visit) {
+cudaError_t VisitCombine(const CombineStep& step, Visit visit) {
   return VisitWire(step, [&](auto element, auto wire) {
     return step.has_options() ? visit(element, wire, std::true_type{})
                               : visit(element, wire, std::false_type{});
@@ -88,8 +88,8 @@ cudaError_t PreloadCombines(Preload preload) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // What all items of a warp share.
-struct Combine {
-  const WindowCombineStep& step;
+struct CombineContext {
+  const CombineStep& step;
   const CombinePlan& plan;
   WindowCall& call;
   TermLanes lanes{plan.top_k, plan.batch};

@@ -12,9 +12,9 @@ namespace {
 
 template <typename Element, typename Wire, bool kOptions>
 __global__ void __launch_bounds__(kSumThreads, 1)
-    WindowCombineSendKernel(const __grid_constant__ WindowCombineStep step,
-                            const __grid_constant__ WindowGroup group,
-                            const __grid_constant__ CombinePlan plan, PendingCall* pending) {
+    CombineSendKernel(const __grid_constant__ CombineStep step,
+                      const __grid_constant__ WindowGroup group,
+                      const __grid_constant__ CombinePlan plan, PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   auto& block = SharedObject<CallBlock>();
   WindowSendHalf call(group, CallKind::kCombine, plan.call, block);
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
   __syncthreads();
   bool ok = call.Join();
   if (ok) {
-    const Combine combine{step, plan, call};
+    const CombineContext combine{step, plan, call};
     ok = SendSums<Element, Wire, kOptions>(combine, call.First(Queue::kSend));
   }
   bool failed;
@@ -37,22 +37,22 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 
 }  // namespace
 
-cudaError_t WindowCombineSend(const WindowCombineStep& step, PendingCall* pending,
-                              const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
+cudaError_t CombineSend(const CombineStep& step, PendingCall* pending, const WindowGroup& group,
+                        cudaStream_t stream, bool of_whole_call) {
   CombinePlan plan = MakeCombinePlan(step);
   plan.call.work.receive_items = 0;
   plan.call.of_whole_call = of_whole_call;
   plan.call.roles = SendingRoles(group, kSumWarps, plan.call, false);
   const dim3 grid(plan.call.roles.blocks);
   return VisitCombine(step, [&]<typename E, typename W, typename O>(E, W, O) {
-    return LaunchAhead(WindowCombineSendKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step,
-                       group, plan, pending);
+    return LaunchAhead(CombineSendKernel<E, W, O::value>, grid, kSumThreads, 0, stream, step, group,
+                       plan, pending);
   });
 }
 
-cudaError_t PreloadWindowCombineSend() {
+cudaError_t PreloadCombineSend() {
   return PreloadCombines([]<typename E, typename W, typename O>(E, W, O) {
-    return Preload(WindowCombineSendKernel<E, W, O::value>);
+    return Preload(CombineSendKernel<E, W, O::value>);
   });
 }
 

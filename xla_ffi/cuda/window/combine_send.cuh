@@ -18,7 +18,7 @@ struct SendTarget {
   uint32_t chunk;
   uint32_t source;
 
-  __device__ __forceinline__ static SendTarget Of(const Combine& c, uint32_t item) {
+  __device__ __forceinline__ static SendTarget Of(const CombineContext& c, uint32_t item) {
     SendTarget target;
     const uint32_t part = c.plan.pieces.Divide(item, target.piece);
     uint32_t turn;
@@ -39,7 +39,8 @@ class SendJob {
   static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileEncoding : kWordsInFlight;
 
   // The constructor starts the look-ups.
-  __device__ __forceinline__ SendJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
+  __device__ __forceinline__ SendJob(const CombineContext& c, uint32_t item)
+      : c_(&c), lanes_(c.lanes) {
     const SendTarget target = SendTarget::Of(c, item);
     piece_ = target.piece;
     chunk_ = target.chunk;
@@ -90,8 +91,8 @@ class SendJob {
     const int32_t row = __shfl_sync(kFullWarp, row_, lanes_.Pop(term.last));
     term.present = row >= 0;
     term.from = from_ + row * c_->plan.row_bytes;
-    const bool weighted = term.present && c_->step.row_weights != nullptr;
-    if (weighted) term.weight = LoadAroundL1(c_->step.row_weights + row);
+    const bool weighted = term.present && c_->step.router_weights != nullptr;
+    if (weighted) term.weight = LoadAroundL1(c_->step.router_weights + row);
     return true;
   }
 
@@ -138,7 +139,7 @@ class SendJob {
     }
   }
 
-  const Combine* c_;
+  const CombineContext* c_;
   uint32_t piece_;
   uint32_t source_;
   uint32_t chunk_;
@@ -158,7 +159,7 @@ class SendEntriesJob {
   static constexpr int kCount = kVectorElements<Element, Wire>;
   static constexpr int kWords = QuantizedFormat<Wire> ? kWordsWhileEncoding : kWordsInFlight;
 
-  __device__ __forceinline__ SendEntriesJob(const Combine& c, uint32_t item)
+  __device__ __forceinline__ SendEntriesJob(const CombineContext& c, uint32_t item)
       : c_(&c), target_(SendTarget::Of(c, item)) {
     // Each lane has one slot.
     static_assert(kCombineChunks.most <= kWarpSize);
@@ -226,7 +227,7 @@ class SendEntriesJob {
     return lane;
   }
 
-  const Combine* c_;
+  const CombineContext* c_;
   SendTarget target_;
   int32_t row_;    // of this lane's slot, or -1
   int32_t count_;  // number of slots
@@ -239,7 +240,7 @@ class SendEntriesJob {
 
 // A sender: works until there is nothing left to send. Returns false if a wait fails.
 template <typename Job>
-__device__ bool SendAll(const Combine& c, WorkItem item) {
+__device__ bool SendAll(const CombineContext& c, WorkItem item) {
   if (item.phase == Phase::kNone) return c.call.AwaitCredits();
   Job job(c, item.index);
   if (!c.call.AwaitCredits()) return false;
@@ -264,7 +265,7 @@ __device__ bool SendAll(const Combine& c, WorkItem item) {
 
 // With options, sends rows one by one or as sums.
 template <typename Element, typename Wire, bool kOptions>
-__device__ bool SendSums(const Combine& c, WorkItem item) {
+__device__ bool SendSums(const CombineContext& c, WorkItem item) {
   if constexpr (kOptions) {
     if (c.step.by_entry) return SendAll<SendEntriesJob<Element, Wire>>(c, item);
   }

@@ -11,7 +11,7 @@
 namespace jax_ep::cuda {
 
 // Called by one lane.
-__device__ inline void ReportInvalid(const WindowDispatchStep& step, const InvalidIds& invalid) {
+__device__ inline void ReportInvalid(const DispatchStep& step, const InvalidIds& invalid) {
   *step.num_invalid = invalid.count;
   InvalidIdReport* report = step.report;
   // Keep an earlier report: the host clears it between calls.
@@ -26,7 +26,7 @@ __device__ inline void ReportInvalid(const WindowDispatchStep& step, const Inval
 
 // For any thread, after AwaitCredits: posts a cell of a destination's counts, from its slots and
 // `rows` [E].
-__device__ inline void PostCountCell(const WindowDispatchStep& step, const WindowCall& call,
+__device__ inline void PostCountCell(const DispatchStep& step, const WindowCall& call,
                                      uint32_t destination, uint32_t cell, int32_t slots,
                                      const int32_t* rows) {
   constexpr int32_t kPerCell = static_cast<int32_t>(kCountsPerCell);
@@ -44,7 +44,7 @@ __device__ inline void PostCountCell(const WindowDispatchStep& step, const Windo
 }
 
 // Called by the whole warp after AwaitCredits: posts every destination's counts from the router.
-__device__ inline void PostRouted(const WindowDispatchStep& step, const WindowCall& call,
+__device__ inline void PostRouted(const DispatchStep& step, const WindowCall& call,
                                   const WarpRouter& router, const InvalidIds& invalid) {
   const uint32_t cells = static_cast<uint32_t>(CountCells(step.shape.local_experts));
   JAX_EP_NO_UNROLL

@@ -5,7 +5,7 @@
 #include "cuda/low_latency/calls.h"
 #include "cuda/window/calls.h"
 #include "cuda/window/dispatch_plan.cuh"
-#include "cuda/window/dispatch_receive.cuh"
+#include "cuda/window/dispatch_recv.cuh"
 #include "cuda/window/dispatch_send.cuh"
 #include "cuda/window/grid.h"
 #include "formats/registry.h"
@@ -15,9 +15,9 @@ namespace {
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
-    WindowDispatchKernel(const __grid_constant__ WindowDispatchStep step,
-                         const __grid_constant__ WindowGroup group,
-                         const __grid_constant__ DispatchPlan plan) {
+    DispatchKernel(const __grid_constant__ DispatchStep step,
+                   const __grid_constant__ WindowGroup group,
+                   const __grid_constant__ DispatchPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const shared = SharedBytes();
   const DispatchShared<Format> memory(shared, step.shape, plan.rows);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 }
 
 template <typename Format>
-cudaError_t LaunchDispatch(const WindowDispatchStep& step, const WindowGroup& group,
+cudaError_t LaunchDispatch(const DispatchStep& step, const WindowGroup& group,
                            cudaStream_t stream) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
@@ -69,33 +69,30 @@ cudaError_t LaunchDispatch(const WindowDispatchStep& step, const WindowGroup& gr
   const int64_t shared =
       DispatchShared<Format>::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
   const dim3 grid(plan.call.roles.blocks);
-  return Launch(WindowDispatchKernel<Format>, grid, kRowBlockThreads<Format>,
-                static_cast<size_t>(shared), stream, step, group, plan);
+  return Launch(DispatchKernel<Format>, grid, kRowBlockThreads<Format>, static_cast<size_t>(shared),
+                stream, step, group, plan);
 }
 
 }  // namespace
 
 template <typename Format>
-cudaError_t WindowDispatch(const WindowDispatchStep& step, const WindowGroup& group,
-                           cudaStream_t stream) {
-  if (IsLowLatency<Format>(step, group))
-    return WindowLowLatencyDispatch<Format>(step, group, stream);
+cudaError_t Dispatch(const DispatchStep& step, const WindowGroup& group, cudaStream_t stream) {
+  if (IsLowLatency<Format>(step, group)) return DispatchLowLatency<Format>(step, group, stream);
   return VisitSentTokens<Format>(step, [&]<typename Sent>(TypeTag<Sent>) {
     return LaunchDispatch<Sent>(step, group, stream);
   });
 }
 
-cudaError_t PreloadWindowDispatch() {
-  cudaError_t error = PreloadWindowLowLatencyDispatch();
+cudaError_t PreloadDispatch() {
+  cudaError_t error = PreloadDispatchLowLatency();
   ForEachSentTokens([&]<typename Sent>(TypeTag<Sent>) {
-    if (error == cudaSuccess) error = PreloadShared(WindowDispatchKernel<Sent>, kMaxSharedBytes);
+    if (error == cudaSuccess) error = PreloadShared(DispatchKernel<Sent>, kMaxSharedBytes);
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                           \
-  template cudaError_t WindowDispatch<Format>(const WindowDispatchStep&, const WindowGroup&, \
-                                              cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format) \
+  template cudaError_t Dispatch<Format>(const DispatchStep&, const WindowGroup&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

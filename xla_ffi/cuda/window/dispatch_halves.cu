@@ -3,7 +3,7 @@
 #include "cuda/common/shared_memory.cuh"
 #include "cuda/window/calls.h"
 #include "cuda/window/dispatch_plan.cuh"
-#include "cuda/window/dispatch_receive.cuh"
+#include "cuda/window/dispatch_recv.cuh"
 #include "cuda/window/dispatch_send.cuh"
 #include "cuda/window/grid.h"
 #include "cuda/window/halves.cuh"
@@ -14,9 +14,9 @@ namespace {
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
-    WindowDispatchSendKernel(const __grid_constant__ WindowDispatchStep step,
-                             const __grid_constant__ WindowGroup group,
-                             const __grid_constant__ DispatchPlan plan, PendingCall* pending) {
+    DispatchSendKernel(const __grid_constant__ DispatchStep step,
+                       const __grid_constant__ WindowGroup group,
+                       const __grid_constant__ DispatchPlan plan, PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const shared = SharedBytes();
   const DispatchShared<Format> memory(shared, step.shape, plan.rows);
@@ -48,15 +48,14 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowThreads, 1)
-    WindowDispatchReceiveKernel(const __grid_constant__ WindowDispatchStep step,
-                                const __grid_constant__ WindowGroup group,
-                                const __grid_constant__ DispatchPlan plan,
-                                const PendingCall* pending) {
+    DispatchRecvKernel(const __grid_constant__ DispatchStep step,
+                       const __grid_constant__ WindowGroup group,
+                       const __grid_constant__ DispatchPlan plan, const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const shared = SharedBytes();
   auto& own = *reinterpret_cast<CallPlan*>(shared);
   const DispatchShared<Format> memory(shared + kOwnPlanBytes, step.shape, plan.rows);
-  WindowReceiveHalf call(group, CallKind::kDispatch, plan.call, *memory.call, own);
+  WindowRecvHalf call(group, CallKind::kDispatch, plan.call, *memory.call, own);
   call.Begin(*pending);
   BulkStages stages(plan.rows.stages, memory.stages, static_cast<uint32_t>(Warp()), kRowWarps);
   FillWords(memory.zeros, kZeroBytes, 0);
@@ -73,19 +72,19 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 }
 
 template <typename Format>
-int64_t SharedBytes(const WindowDispatchStep& step, const DispatchPlan& plan) {
+int64_t SharedBytes(const DispatchStep& step, const DispatchPlan& plan) {
   return DispatchShared<Format>::FixedBytes(step.shape) + plan.rows.stages.bytes(kRowWarps);
 }
 
 template <typename Format>
-cudaError_t LaunchSend(const WindowDispatchStep& step, PendingCall* pending,
-                       const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
+cudaError_t LaunchSend(const DispatchStep& step, PendingCall* pending, const WindowGroup& group,
+                       cudaStream_t stream, bool of_whole_call) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   plan.call.work.receive_items = 0;
   plan.call.of_whole_call = of_whole_call;
   plan.call.roles = SendingRoles(group, kRowWarps, plan.call, QuantizedFormat<Format>);
-  return LaunchAhead(WindowDispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
+  return LaunchAhead(DispatchSendKernel<Format>, dim3(plan.call.roles.blocks),
                      kRowBlockThreads<Format>, static_cast<size_t>(SharedBytes<Format>(step, plan)),
                      stream, step, group, plan, pending);
 }
@@ -93,46 +92,46 @@ cudaError_t LaunchSend(const WindowDispatchStep& step, PendingCall* pending,
 }  // namespace
 
 template <typename Format>
-cudaError_t WindowDispatchSend(const WindowDispatchStep& step, PendingCall* pending,
-                               const WindowGroup& group, cudaStream_t stream, bool of_whole_call) {
+cudaError_t DispatchSend(const DispatchStep& step, PendingCall* pending, const WindowGroup& group,
+                         cudaStream_t stream, bool of_whole_call) {
   return VisitSentTokens<Format>(step, [&]<typename Sent>(TypeTag<Sent>) {
     return LaunchSend<Sent>(step, pending, group, stream, of_whole_call);
   });
 }
 
 template <typename Format>
-cudaError_t WindowDispatchReceive(const WindowDispatchStep& step, const PendingCall* pending,
-                                  const WindowGroup& group, cudaStream_t stream) {
+cudaError_t DispatchRecv(const DispatchStep& step, const PendingCall* pending,
+                         const WindowGroup& group, cudaStream_t stream) {
   DispatchPlan plan{};
   if (!MakePlan<Format>(step, plan, kOwnPlanBytes)) return cudaErrorInvalidConfiguration;
   WorkPlan& work = plan.call.work;
   work.route_items = work.send_items = 0;
   plan.call.roles = ReceivingRoles(group, kRowWarps, work);
-  return Launch(WindowDispatchReceiveKernel<Format>, dim3(plan.call.roles.blocks), kRowThreads,
+  return Launch(DispatchRecvKernel<Format>, dim3(plan.call.roles.blocks), kRowThreads,
                 static_cast<size_t>(kOwnPlanBytes + SharedBytes<Format>(step, plan)), stream, step,
                 group, plan, pending);
 }
 
-cudaError_t PreloadWindowDispatchHalves() {
+cudaError_t PreloadDispatchHalves() {
   cudaError_t error = cudaSuccess;
   ForEachSentTokens([&]<typename Sent>(TypeTag<Sent>) {
     if (error == cudaSuccess) {
-      error = PreloadShared(WindowDispatchSendKernel<Sent>, kMaxSharedBytes);
+      error = PreloadShared(DispatchSendKernel<Sent>, kMaxSharedBytes);
     }
   });
   ForEachFormat([&]<typename Format>(Format) {
     if (error == cudaSuccess) {
-      error = PreloadShared(WindowDispatchReceiveKernel<Format>, kMaxSharedBytes);
+      error = PreloadShared(DispatchRecvKernel<Format>, kMaxSharedBytes);
     }
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                         \
-  template cudaError_t WindowDispatchSend<Format>(const WindowDispatchStep&, PendingCall*, \
-                                                  const WindowGroup&, cudaStream_t, bool); \
-  template cudaError_t WindowDispatchReceive<Format>(                                      \
-      const WindowDispatchStep&, const PendingCall*, const WindowGroup&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                                 \
+  template cudaError_t DispatchSend<Format>(const DispatchStep&, PendingCall*, const WindowGroup&, \
+                                            cudaStream_t, bool);                                   \
+  template cudaError_t DispatchRecv<Format>(const DispatchStep&, const PendingCall*,               \
+                                            const WindowGroup&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

@@ -59,7 +59,7 @@ struct DispatchShared {
 // Makes all of the plan except the roles, leaving `spare` bytes of shared memory for others.
 // Returns false if it does not fit.
 template <typename Format>
-bool MakePlan(const WindowDispatchStep& step, DispatchPlan& plan, int64_t spare = 0) {
+bool MakePlan(const DispatchStep& step, DispatchPlan& plan, int64_t spare = 0) {
   const EpShape& shape = step.shape;
   const auto message = MessageOf<Format>(step);
   const int64_t payload_bytes = PayloadBytesOf<Format>(step);

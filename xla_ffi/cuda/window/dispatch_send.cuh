@@ -22,7 +22,7 @@ class Sender {
 
  public:
   // `jobs` is used by senders that encode only.
-  __device__ Sender(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
+  __device__ Sender(const DispatchStep& step, const DispatchPlan& plan, WindowCall& call,
                     BulkStages& stages, int32_t* router_rows, TeamJob* jobs)
       : step_(step),
         plan_(plan),
@@ -301,7 +301,7 @@ class Sender {
     }
   }
 
-  const WindowDispatchStep& step_;
+  const DispatchStep& step_;
   const DispatchPlan& plan_;
   WindowCall& call_;
   BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers

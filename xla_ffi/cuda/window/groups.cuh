@@ -50,13 +50,13 @@ class GroupTable {
     for (uint32_t i = team.thread; i < cells.value * call.ranks(); i += team.threads) {
       uint32_t cell;
       const uint32_t source = cells.Divide(i, cell);
-      CountCell seen = first != nullptr && i == team.thread ? *first : CountCell{};
-      if (!call.HasCounts(cell, seen) && !call.AwaitCounts(source, cell, seen)) {
+      CountCell counts = first != nullptr && i == team.thread ? *first : CountCell{};
+      if (!call.HasCounts(cell, counts) && !call.AwaitCounts(source, cell, counts)) {
         StoreSame(&arrived, false);
         break;
       }
       if (cell == 0) {
-        slots_[source] = static_cast<int32_t>(Clamp(seen.counts[0], shape_.tokens));
+        slots_[source] = static_cast<int32_t>(Clamp(counts.counts[0], shape_.tokens));
         continue;
       }
       // A source cannot have more rows than entries. Clamping keeps corrupt counts from moving a
@@ -66,7 +66,7 @@ class GroupTable {
       for (uint32_t j = 0; j < kCountsPerCell; ++j) {
         if (first + j >= local_experts) continue;
         base_[source * local_experts + first + j] =
-            static_cast<int32_t>(Clamp(seen.counts[j], entries));
+            static_cast<int32_t>(Clamp(counts.counts[j], entries));
       }
     }
     team.Sync();
@@ -137,7 +137,7 @@ class GroupTable {
   }
 
   // Called by one warp.
-  __device__ void Write(const WindowDispatchStep& step) const {
+  __device__ void Write(const DispatchStep& step) const {
     unsigned dropped = 0;
     JAX_EP_NO_UNROLL
     for (int64_t expert = Lane(); expert < shape_.local_experts; expert += kWarpSize) {

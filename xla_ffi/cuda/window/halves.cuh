@@ -53,7 +53,7 @@ class WindowSendHalf : public WindowCall {
     if (surplus == kNoRegion) return;
     ReturnCredits(threadIdx.x, surplus, state_.last_epoch[surplus]);
     __syncthreads();
-    if (threadIdx.x == 0) CommitReceive(state_, {0, 0, surplus});
+    if (threadIdx.x == 0) CommitRecv(state_, {0, 0, surplus});
   }
 
   // Called by one thread after Commit: records the call for its receive half.
@@ -62,11 +62,11 @@ class WindowSendHalf : public WindowCall {
   }
 };
 
-class WindowReceiveHalf : public WindowCall {
+class WindowRecvHalf : public WindowCall {
  public:
   // `own` is a copy of the plan in the block's shared memory, which gets the tag of the send half.
-  __device__ WindowReceiveHalf(const WindowGroup& group, CallKind kind, const CallPlan& plan,
-                               CallBlock& block, CallPlan& own)
+  __device__ WindowRecvHalf(const WindowGroup& group, CallKind kind, const CallPlan& plan,
+                            CallBlock& block, CallPlan& own)
       : WindowCall(group, kind, own, block), given_(plan), own_(own) {}
 
   // Begin, Join and Commit hide those of whole calls.
@@ -84,7 +84,7 @@ class WindowReceiveHalf : public WindowCall {
   __device__ void Commit(bool failed) {
     if (failed) return EndGroup();
     ReturnCredits(threadIdx.x, lease_.region, lease_.epoch);
-    if (threadIdx.x == 0) CommitReceive(state_, lease_);
+    if (threadIdx.x == 0) CommitRecv(state_, lease_);
   }
 
  private:

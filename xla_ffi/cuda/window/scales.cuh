@@ -18,7 +18,7 @@ struct ScalePlan {
   int64_t line;      // of scales in columns, else 0
 
   template <typename Format>
-  static ScalePlan Of(const WindowDispatchStep& step) {
+  static ScalePlan Of(const DispatchStep& step) {
     const EpShape& shape = step.shape;
     const bool tiled = step.scale_layout == ScaleLayout::kTiled128x4;
     const int64_t bytes = ScaleBytesOf<Format>(step);
@@ -54,8 +54,8 @@ class ScaleWriter {
   static constexpr bool kMayHaveColumns = sizeof(Unit) == 4;
 
  public:
-  __device__ ScaleWriter(const WindowDispatchStep& step, const ScalePlan& plan,
-                         const GroupTable& groups, int32_t* first_tiles, const uint8_t* zeros)
+  __device__ ScaleWriter(const DispatchStep& step, const ScalePlan& plan, const GroupTable& groups,
+                         int32_t* first_tiles, const uint8_t* zeros)
       : step_(step), plan_(plan), groups_(groups), first_tiles_(first_tiles), zeros_(zeros) {}
 
   // Called by the whole team after the groups are built.
@@ -217,7 +217,7 @@ class ScaleWriter {
     }
   }
 
-  const WindowDispatchStep& step_;
+  const DispatchStep& step_;
   const ScalePlan& plan_;
   GroupTable groups_;
   int32_t* first_tiles_;

@@ -15,7 +15,8 @@ namespace {
 
 // Computes where the scales of each group start. Called by the whole team, after a barrier that
 // follows the writes of row_offsets and group_sizes.
-__device__ void PlaceTilesOfGroups(const Team& team, const UnpackStep& step, int64_t* totals) {
+__device__ void PlaceTilesOfGroups(const Team& team, const DispatchUnpackStep& step,
+                                   int64_t* totals) {
   const int64_t groups = step.shape.local_experts;
   const int64_t length = DivideUp(groups, team.threads);
   const int64_t begin = Min(team.thread * length, groups);
@@ -32,7 +33,7 @@ __device__ void PlaceTilesOfGroups(const Team& team, const UnpackStep& step, int
 }
 
 // Called by one block: the counts of all sources determine the place of every row.
-__device__ void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
+__device__ void PlaceGroups(const DispatchUnpackStep& step, const RegionHeader& header,
                             int64_t region_bytes) {
   __shared__ unsigned long long all_dropped;  // zeroed before the barrier in ExclusiveSum
   __shared__ int64_t totals[kWarpsPerBlock];
@@ -80,7 +81,7 @@ __device__ void PlaceGroups(const UnpackStep& step, const RegionHeader& header,
 
 // Called by the whole block when the sources were in different calls: empties the groups and what
 // the pack has counted. The expert id of -1 tells the later kernels of the call.
-__device__ void PlaceNoGroups(const UnpackStep& step) {
+__device__ void PlaceNoGroups(const DispatchUnpackStep& step) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts;
   FillWords(step.expert_ids, experts, kNoValue);
@@ -99,7 +100,7 @@ __device__ bool HasNoGroups(const int32_t* expert_ids) { return expert_ids[0] < 
 
 // Block 0 places the groups while the other blocks clear the tables by row.
 __global__ void __launch_bounds__(kBlockThreads)
-    PrepareKernel(const __grid_constant__ UnpackStep step, RegionHeader header,
+    PrepareKernel(const __grid_constant__ DispatchUnpackStep step, RegionHeader header,
                   int64_t region_bytes) {
   const bool one_call = OfOneCall(step.check, step.recv, step.shape.ranks, region_bytes);
   if (blockIdx.x == 0) {
@@ -112,13 +113,13 @@ __global__ void __launch_bounds__(kBlockThreads)
   ForEachItem(thread, threads, rows * 3, [&](int64_t i) { step.src_info[i] = -1; });
   ForEachItem(thread, threads, rows, [&](int64_t row) {
     step.row_slot[row] = -1;
-    step.row_weights[row] = one_call ? 0.0f : __uint_as_float(kNoValue);
+    step.router_weights[row] = one_call ? 0.0f : __uint_as_float(kNoValue);
   });
 }
 
 // One thread per entry (source, slot, k): fills the tables by row and by slot.
 __global__ void __launch_bounds__(kBlockThreads)
-    ScatterKernel(const __grid_constant__ UnpackStep step, DispatchMessage message,
+    ScatterKernel(const __grid_constant__ DispatchUnpackStep step, DispatchMessage message,
                   int64_t header_bytes, int64_t region_bytes) {
   const EpShape& shape = step.shape;
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         info[0] = static_cast<int32_t>(source);
         info[1] = *Int32At(from, message.source_token);
         info[2] = static_cast<int32_t>(k);
-        step.row_weights[row] = FloatAt(from, message.weight)[k];
+        step.router_weights[row] = FloatAt(from, message.weight)[k];
       }
     }
     step.row_of[entry] = row;
@@ -176,7 +177,7 @@ struct PlaceStep {
   const int32_t* end_of_zeros;  // rows from here on are not cleared; nullptr: all are
   uint8_t* rows;
   uint8_t* scale_rows;
-  float* row_weights;
+  float* router_weights;
 };
 
 // Called by the whole warp: copies a message's scales, in units of Unit, to the rows of the given
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     FillNoValue(step.rows, shape.recv_rows * step.row_bytes);
     const int64_t line = step.scale_line != 0 ? step.scale_line : shape.recv_rows;
     FillNoValue(step.scale_rows, line * step.scale_bytes);
-    if (step.num_weights != 0) FillNoValue(step.row_weights, shape.recv_rows * kWeightBytes);
+    if (step.num_weights != 0) FillNoValue(step.router_weights, shape.recv_rows * kWeightBytes);
     return;
   }
   const int64_t zeros = step.end_of_zeros == nullptr ? shape.recv_rows : *step.end_of_zeros;
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (IsFilled(step, row)) return;
       RowPart(part, step.row_bytes).StoreZeros(step.rows + row * step.row_bytes);
       if (part != 0) return;
-      if (step.num_weights != 0 && lane == 0) step.row_weights[row] = 0.0f;
+      if (step.num_weights != 0 && lane == 0) step.router_weights[row] = 0.0f;
       PlaceScales(nullptr, step.scale_rows, step.scale_bytes, step.scale_line, 1u,
                   static_cast<int32_t>(row));
       return;
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     if (part != 0) return;
     if (row >= 0 && lane < step.num_weights) {
-      step.row_weights[row] = FloatAt(message, step.weight)[lane];
+      step.router_weights[row] = FloatAt(message, step.weight)[lane];
     }
     PlaceScales(message + step.scales, step.scale_rows, step.scale_bytes, step.scale_line, lanes,
                 row);
@@ -298,7 +299,7 @@ constexpr int64_t kTileWords = 8;
 // A warp gathers some columns of a tile. Lane i has the words of rows i, i + 32, i + 64 and i + 96,
 // which are adjacent in a tile. The words of rows that no message fills become zero.
 __global__ void __launch_bounds__(kBlockThreads)
-    PlaceTilesKernel(const __grid_constant__ UnpackStep step, ScaleTiles tiles,
+    PlaceTilesKernel(const __grid_constant__ DispatchUnpackStep step, ScaleTiles tiles,
                      DispatchMessage message, int64_t header_bytes, int64_t region_bytes) {
   constexpr int kRows = static_cast<int>(kTileRows) / kWarpSize;
   static_assert(kRows == 4 && kTileColumns == 4);
@@ -339,7 +340,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }  // namespace
 
 template <typename Format>
-cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
+cudaError_t DispatchUnpack(const DispatchUnpackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const int64_t payload_bytes = PayloadBytes<Format>(shape);
   const auto header = RegionHeader::Of(shape.local_experts);
@@ -391,16 +392,16 @@ cudaError_t Unpack(const UnpackStep& step, cudaStream_t stream) {
        .end_of_zeros = step.zero_tail ? nullptr : step.row_offsets + shape.local_experts,
        .rows = step.rows,
        .scale_rows = step.scales,
-       .row_weights = step.row_weights},
+       .router_weights = step.router_weights},
       stream);
 }
 
 template <typename Format>
-cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream) {
+cudaError_t DispatchCachedUnpack(const DispatchCachedUnpackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  const auto message = CachedDispatchMessage::Of(
+  const auto message = DispatchCachedMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
-  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  const auto region = DispatchCachedRegion::Of(shape.tokens, message.bytes);
   const PlaceStep place{.shape = shape,
                         .expert_ids = nullptr,
                         .check = step.check,
@@ -421,12 +422,12 @@ cudaError_t CachedUnpack(const CachedUnpackStep& step, cudaStream_t stream) {
                         .end_of_zeros = nullptr,
                         .rows = step.rows,
                         .scale_rows = nullptr,
-                        .row_weights = step.row_weights};
+                        .router_weights = step.router_weights};
   return VisitPlacedPart<Format>(
       step.element, [&]<typename Part>(TypeTag<Part>) { return LaunchPlace<Part>(place, stream); });
 }
 
-cudaError_t PreloadUnpackKernels() {
+cudaError_t PreloadDispatchUnpackKernels() {
   cudaError_t error = cudaSuccess;
   const auto preload = [&](auto kernel) {
     if (error == cudaSuccess) error = Preload(kernel);
@@ -443,9 +444,9 @@ cudaError_t PreloadUnpackKernels() {
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                      \
-  template cudaError_t Unpack<Format>(const UnpackStep&, cudaStream_t); \
-  template cudaError_t CachedUnpack<Format>(const CachedUnpackStep&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                      \
+  template cudaError_t DispatchUnpack<Format>(const DispatchUnpackStep&, cudaStream_t); \
+  template cudaError_t DispatchCachedUnpack<Format>(const DispatchCachedUnpackStep&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

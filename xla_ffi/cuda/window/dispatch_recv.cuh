@@ -20,7 +20,7 @@ class Receiver {
   static constexpr bool kEncoded = kHasScales<Format>;
 
  public:
-  __device__ Receiver(const WindowDispatchStep& step, const DispatchPlan& plan, WindowCall& call,
+  __device__ Receiver(const DispatchStep& step, const DispatchPlan& plan, WindowCall& call,
                       BulkStages& stages, const DispatchShared<Format>& memory)
       : step_(step),
         plan_(plan),
@@ -97,7 +97,7 @@ class Receiver {
     JAX_EP_NO_UNROLL
     for (int64_t row = range.begin + Lane(); row < range.end; row += kWarpSize) {
       step_.row_slot[row] = -1;
-      step_.row_weights[row] = 0.0f;
+      step_.router_weights[row] = 0.0f;
     }
     JAX_EP_NO_UNROLL
     for (int64_t i = range.begin * 3 + Lane(); i < range.end * 3; i += kWarpSize) {
@@ -179,11 +179,11 @@ class Receiver {
     info[0] = static_cast<int32_t>(source);
     info[1] = *Int32At(stage, message.source_token);
     info[2] = k;
-    step_.row_weights[row] = FloatAt(stage, message.weight)[k];
+    step_.router_weights[row] = FloatAt(stage, message.weight)[k];
     return {row, expert};
   }
 
-  const WindowDispatchStep& step_;
+  const DispatchStep& step_;
   const DispatchPlan& plan_;
   WindowCall& call_;
   BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers
@@ -200,7 +200,7 @@ __device__ inline void FillBytes(uint8_t* to, int64_t count) {
 
 // Called by the whole block: fills in the results of a failed call or receive half.
 template <typename Format>
-__device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePlan& scales) {
+__device__ __noinline__ void Fail(const DispatchStep& step, const ScalePlan& scales) {
   const EpShape& shape = step.shape;
   const int64_t experts = shape.local_experts, entries = shape.tokens * shape.top_k;
   FillWords(step.rows, shape.recv_rows * PayloadBytesOf<Format>(step), kNoValue);
@@ -211,7 +211,7 @@ __device__ __noinline__ void Fail(const WindowDispatchStep& step, const ScalePla
               tiled ? scales.tiles.tiles * scales.TileBytes() : line * scales.row_bytes);
     if (tiled) FillWords(step.scales_offsets, experts, 0);
   }
-  FillWords(step.row_weights, shape.recv_rows, kNoValue);
+  FillWords(step.router_weights, shape.recv_rows, kNoValue);
   FillWords(step.row_slot, shape.recv_rows, kNoValue);
   FillWords(step.src_info, shape.recv_rows * 3, kNoValue);
   FillWords(step.expert_ids, experts, kNoValue);

@@ -46,7 +46,7 @@ def program(monkeypatch):
     """A call that counts up from every rank's first element, in place of a kernel."""
 
     def call(target, results, tokens, *operands, **attributes):
-        assert target == "ep_dispatch_send_aside"
+        assert target == "ep_dispatch_send_on_stream"
         assert attributes["key"] == 7
         (whole,) = results
         counted = jnp.arange(TOTAL, dtype=jnp.int32).reshape(whole.shape)
@@ -90,7 +90,7 @@ def test_which_calls_and_which_jax(monkeypatch) -> None:
         return send(make_ep(overlap), jnp.zeros(1))
 
     monkeypatch.setattr(ffi, "call", lambda _, results, *__, **___: list(results))
-    monkeypatch.setattr(ffi, "call_aside", lambda _, whole, *__, **___: whole)
+    monkeypatch.setattr(ffi, "call_on_stream", lambda _, whole, *__, **___: whole)
     assert [part.shape for part in first("sm")] == [(1, 4), (TOKENS, TOP_K), (1,)]
     monkeypatch.setattr(p2p, "STREAM_SINCE", (0, 1))
     assert [part.shape for part in first("stream")] == [(1, TOTAL)]

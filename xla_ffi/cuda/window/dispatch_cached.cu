@@ -80,8 +80,8 @@ class CachedWorker {
 
  public:
   // `jobs` is used by quantised formats only.
-  __device__ CachedWorker(const WindowCachedDispatchStep& step, const CachedPlan& plan,
-                          WindowCall& call, BulkStages& stages, const uint8_t* zeros, TeamJob* jobs)
+  __device__ CachedWorker(const DispatchCachedStep& step, const CachedPlan& plan, WindowCall& call,
+                          BulkStages& stages, const uint8_t* zeros, TeamJob* jobs)
       : step_(step),
         plan_(plan),
         call_(call),
@@ -255,7 +255,7 @@ class CachedWorker {
     if (here && step_.num_weights != 0) reinterpret_cast<float*>(side)[k] = target.weight;
     if (here && target.own_row >= 0) {
       rows_left_ -= TraceOf(target.own_row);
-      if (step_.num_weights != 0) step_.row_weights[target.own_row] = target.weight;
+      if (step_.num_weights != 0) step_.router_weights[target.own_row] = target.weight;
     }
     FenceProxyAsyncShared();
     __syncwarp();
@@ -311,7 +311,7 @@ class CachedWorker {
         if (row >= 0) rows_left_ -= TraceOf(row);
         if (row >= 0 && step_.num_weights != 0) {
           const uint32_t weight = kEncodes ? plan_.encode.rest - plan_.encode.scales : 0;
-          step_.row_weights[row] = FloatAt(stage + rows.piece_bytes, weight)[k];
+          step_.router_weights[row] = FloatAt(stage + rows.piece_bytes, weight)[k];
         }
       }
       if constexpr (kEncodes) {
@@ -352,7 +352,7 @@ class CachedWorker {
       const int64_t row = first + Lane();
       const bool clear = row < end && step_.row_slot[row] < 0;
       if (row < end && !clear) rows_left_ += TraceOf(static_cast<int32_t>(row));
-      if (clear && step_.num_weights != 0) step_.row_weights[row] = 0.0f;
+      if (clear && step_.num_weights != 0) step_.router_weights[row] = 0.0f;
       unsigned left = __ballot_sync(kFullWarp, clear && step_.zero_tail);
       while (left != 0) {
         const int begin = __ffs(static_cast<int>(left)) - 1;
@@ -365,7 +365,7 @@ class CachedWorker {
     }
   }
 
-  const WindowCachedDispatchStep& step_;
+  const DispatchCachedStep& step_;
   const CachedPlan& plan_;
   WindowCall& call_;
   BulkStages& stages_;  // shared by both roles, because it tracks the phases of the barriers
@@ -383,7 +383,7 @@ class CachedWorker {
 template <typename Format, typename Element>
 __device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, const TeamJob& job,
                                                const uint8_t* codes, const RowPlan& plan,
-                                               const WindowCachedDispatchStep& step) {
+                                               const DispatchCachedStep& step) {
   static_assert(kPayloadAlign == Format::kBlock && Format::Code::kBits == 8);
   constexpr int kCount = kLaneElements<Element>;
   const int64_t begin = static_cast<int64_t>(job.piece) * plan.piece_bytes;
@@ -419,7 +419,7 @@ __device__ __forceinline__ void DecodeElements(const Helper<Format>& helper, con
 
 // A helper: serves receivers after its senders have dismissed it.
 template <typename Format>
-__device__ void HelpReceivers(const CachedPlan& plan, const WindowCachedDispatchStep& step,
+__device__ void HelpReceivers(const CachedPlan& plan, const DispatchCachedStep& step,
                               TeamJob* jobs) {
   // The named barriers of the send teams now belong to other teams.
   Helper<Format>::AwaitAll();
@@ -444,17 +444,16 @@ constexpr int64_t kFixedBytes =
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // Called by the whole block: fills in the results of a failed call.
-__device__ __noinline__ void Fail(const WindowCachedDispatchStep& step) {
+__device__ __noinline__ void Fail(const DispatchCachedStep& step) {
   FillWords(step.rows, step.shape.recv_rows * step.shape.row_bytes(), kNoValue);
-  if (step.num_weights != 0) FillWords(step.row_weights, step.shape.recv_rows, kNoValue);
+  if (step.num_weights != 0) FillWords(step.router_weights, step.shape.recv_rows, kNoValue);
 }
 
 // Called by the last block if the route was changed: clears the rows whose slot was not sent or
 // does not name them, so that no result shows what its memory held before. `memory` is the block's
 // area of zeros.
-__device__ __noinline__ void ClearUnsent(const WindowCachedDispatchStep& step,
-                                         const CachedPlan& plan, const WindowCall& call,
-                                         uint8_t* memory) {
+__device__ __noinline__ void ClearUnsent(const DispatchCachedStep& step, const CachedPlan& plan,
+                                         const WindowCall& call, uint8_t* memory) {
   constexpr uint32_t kSlots = kZeroBytes * 8;  // per pass, one bit each
   auto* const sent = reinterpret_cast<uint32_t*>(memory);
   const EpShape& shape = step.shape;
@@ -500,7 +499,7 @@ __device__ __noinline__ void ClearUnsent(const WindowCachedDispatchStep& step,
         }
         clear = !names || (sent[bit / 32] >> bit % 32 & 1) == 0;
       }
-      if (clear && step.num_weights != 0) step.row_weights[row] = 0.0f;
+      if (clear && step.num_weights != 0) step.router_weights[row] = 0.0f;
       for (unsigned left = __ballot_sync(kFullWarp, clear); left != 0; left &= left - 1) {
         auto* to = reinterpret_cast<uint4*>(step.rows + FromLowest(left, row) * shape.row_bytes());
         JAX_EP_NO_UNROLL
@@ -531,9 +530,9 @@ struct CachedShared {
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
-    WindowCachedDispatchKernel(const __grid_constant__ WindowCachedDispatchStep step,
-                               const __grid_constant__ WindowGroup group,
-                               const __grid_constant__ CachedPlan plan) {
+    DispatchCachedKernel(const __grid_constant__ DispatchCachedStep step,
+                         const __grid_constant__ WindowGroup group,
+                         const __grid_constant__ CachedPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   const CachedShared memory(SharedBytes(), plan);
   WindowCall call(group, CallKind::kDispatch, plan.call, *memory.block);
@@ -566,9 +565,9 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
-    WindowCachedSendKernel(const __grid_constant__ WindowCachedDispatchStep step,
-                           const __grid_constant__ WindowGroup group,
-                           const __grid_constant__ CachedPlan plan, PendingCall* pending) {
+    DispatchCachedSendKernel(const __grid_constant__ DispatchCachedStep step,
+                             const __grid_constant__ WindowGroup group,
+                             const __grid_constant__ CachedPlan plan, PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   const CachedShared memory(SharedBytes(), plan);
   WindowSendHalf call(group, CallKind::kDispatch, plan.call, *memory.block);
@@ -593,14 +592,14 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 
 template <typename Format>
 __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
-    WindowCachedReceiveKernel(const __grid_constant__ WindowCachedDispatchStep step,
-                              const __grid_constant__ WindowGroup group,
-                              const __grid_constant__ CachedPlan plan, const PendingCall* pending) {
+    DispatchCachedRecvKernel(const __grid_constant__ DispatchCachedStep step,
+                             const __grid_constant__ WindowGroup group,
+                             const __grid_constant__ CachedPlan plan, const PendingCall* pending) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   uint8_t* const shared = SharedBytes();
   auto& own = *reinterpret_cast<CallPlan*>(shared);
   const CachedShared memory(shared + kOwnPlanBytes, plan);
-  WindowReceiveHalf call(group, CallKind::kDispatch, plan.call, *memory.block, own);
+  WindowRecvHalf call(group, CallKind::kDispatch, plan.call, *memory.block, own);
   const uint32_t warp = static_cast<uint32_t>(Warp());
   call.Begin(*pending);
   const bool helps = kHelperWarps<Format> != 0 && warp >= kRowWarps;
@@ -625,11 +624,11 @@ __global__ void __launch_bounds__(kRowBlockThreads<Format>, 1)
 // Makes all of the plan except the roles, leaving `spare` bytes of shared memory for others.
 // Returns false if it does not fit.
 template <typename Format>
-bool MakePlan(const WindowCachedDispatchStep& step, CachedPlan& plan, int64_t spare = 0) {
+bool MakePlan(const DispatchCachedStep& step, CachedPlan& plan, int64_t spare = 0) {
   const EpShape& shape = step.shape;
   const int64_t payload_bytes = Format::PayloadBytes(shape.hidden, shape.element_bytes);
   const auto message =
-      CachedDispatchMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), step.num_weights);
+      DispatchCachedMessage::Of(payload_bytes, Format::ScaleBytes(shape.hidden), step.num_weights);
   const int64_t chunks = kDispatchChunks.Count(shape.tokens);
   plan.chunk_tokens = static_cast<int32_t>(kDispatchChunks.Tokens(shape.tokens));
   plan.chunk_items = static_cast<uint32_t>(chunks * shape.ranks);
@@ -637,7 +636,7 @@ bool MakePlan(const WindowCachedDispatchStep& step, CachedPlan& plan, int64_t sp
                     ReceiveItems(plan.chunk_items, shape.recv_rows * shape.row_bytes())};
   plan.call.ranks = Divisor::Of(shape.ranks);
   plan.call.tag =
-      CallTag(TagKind::kCachedDispatch, shape.tokens, message.bytes, step.num_weights, step.site);
+      CallTag(TagKind::kDispatchCached, shape.tokens, message.bytes, step.num_weights, step.site);
   const int64_t budget = kMaxSharedBytes - kFixedBytes<Format> - spare;
   if (!PlanRows(payload_bytes, message.scales, message.bytes, budget, plan.rows,
                 QuantizedFormat<Format> ? kPayloadAlign : kRowAlignBytes)) {
@@ -658,64 +657,63 @@ size_t SharedBytes(const CachedPlan& plan, int64_t spare = 0) {
 }  // namespace
 
 template <typename Format>
-cudaError_t WindowCachedDispatch(const WindowCachedDispatchStep& step, const WindowGroup& group,
-                                 cudaStream_t stream) {
+cudaError_t DispatchCached(const DispatchCachedStep& step, const WindowGroup& group,
+                           cudaStream_t stream) {
   CachedPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   // Senders that do not encode also store the rows of their own rank.
   plan.call.roles = RowRoles(group, plan.call.work, step.shape.tokens, 2, QuantizedFormat<Format>);
-  return Launch(WindowCachedDispatchKernel<Format>, dim3(plan.call.roles.blocks),
+  return Launch(DispatchCachedKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, SharedBytes<Format>(plan), stream, step, group, plan);
 }
 
 template <typename Format>
-cudaError_t WindowCachedDispatchSend(const WindowCachedDispatchStep& step, PendingCall* pending,
-                                     const WindowGroup& group, cudaStream_t stream) {
+cudaError_t DispatchCachedSend(const DispatchCachedStep& step, PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream) {
   CachedPlan plan{};
   if (!MakePlan<Format>(step, plan)) return cudaErrorInvalidConfiguration;
   plan.call.of_whole_call = true;
   plan.call.work.receive_items = 0;
   plan.call.roles = SendingRoles(group, kRowWarps, plan.call, QuantizedFormat<Format>);
-  return Launch(WindowCachedSendKernel<Format>, dim3(plan.call.roles.blocks),
+  return Launch(DispatchCachedSendKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, SharedBytes<Format>(plan), stream, step, group, plan,
                 pending);
 }
 
 template <typename Format>
-cudaError_t WindowCachedDispatchReceive(const WindowCachedDispatchStep& step,
-                                        const PendingCall* pending, const WindowGroup& group,
-                                        cudaStream_t stream) {
+cudaError_t DispatchCachedRecv(const DispatchCachedStep& step, const PendingCall* pending,
+                               const WindowGroup& group, cudaStream_t stream) {
   CachedPlan plan{};
   if (!MakePlan<Format>(step, plan, kOwnPlanBytes)) return cudaErrorInvalidConfiguration;
   plan.call.work.send_items = 0;
   plan.call.roles = ReceivingRoles(group, kRowWarps, plan.call.work);
-  return Launch(WindowCachedReceiveKernel<Format>, dim3(plan.call.roles.blocks),
+  return Launch(DispatchCachedRecvKernel<Format>, dim3(plan.call.roles.blocks),
                 kRowBlockThreads<Format>, SharedBytes<Format>(plan, kOwnPlanBytes), stream, step,
                 group, plan, pending);
 }
 
-cudaError_t PreloadWindowCachedDispatch() {
+cudaError_t PreloadDispatchCached() {
   cudaError_t error = cudaSuccess;
   ForEachFormat([&]<typename Format>(Format) {
-    if constexpr (kCachedFormat<Format>) {
+    if constexpr (kDispatchCachedFormat<Format>) {
       const auto preload = [&](auto kernel) {
         if (error == cudaSuccess) error = PreloadShared(kernel, kMaxSharedBytes);
       };
-      preload(WindowCachedDispatchKernel<Format>);
-      preload(WindowCachedSendKernel<Format>);
-      preload(WindowCachedReceiveKernel<Format>);
+      preload(DispatchCachedKernel<Format>);
+      preload(DispatchCachedSendKernel<Format>);
+      preload(DispatchCachedRecvKernel<Format>);
     }
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                                      \
-  template cudaError_t WindowCachedDispatch<Format>(const WindowCachedDispatchStep&,    \
-                                                    const WindowGroup&, cudaStream_t);  \
-  template cudaError_t WindowCachedDispatchSend<Format>(                                \
-      const WindowCachedDispatchStep&, PendingCall*, const WindowGroup&, cudaStream_t); \
-  template cudaError_t WindowCachedDispatchReceive<Format>(                             \
-      const WindowCachedDispatchStep&, const PendingCall*, const WindowGroup&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                               \
+  template cudaError_t DispatchCached<Format>(const DispatchCachedStep&, const WindowGroup&,     \
+                                              cudaStream_t);                                     \
+  template cudaError_t DispatchCachedSend<Format>(const DispatchCachedStep&, PendingCall*,       \
+                                                  const WindowGroup&, cudaStream_t);             \
+  template cudaError_t DispatchCachedRecv<Format>(const DispatchCachedStep&, const PendingCall*, \
+                                                  const WindowGroup&, cudaStream_t);
 JAX_EP_INSTANTIATE(Bf16Format)
 JAX_EP_WIRE_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE

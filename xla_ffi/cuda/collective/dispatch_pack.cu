@@ -15,7 +15,8 @@ namespace {
 
 // Called by one thread of the call. Writes the count, and the first bad id in one store of the
 // whole report.
-__device__ void ReportInvalidIds(const PackStep& step, const InvalidIds* of_warps, int warps) {
+__device__ void ReportInvalidIds(const DispatchPackStep& step, const InvalidIds* of_warps,
+                                 int warps) {
   InvalidIds invalid;
   for (int warp = 0; warp < warps; ++warp) {
     if (invalid.count == 0) invalid.first_entry = of_warps[warp].first_entry;
@@ -32,7 +33,8 @@ __device__ void ReportInvalidIds(const PackStep& step, const InvalidIds* of_warp
 }
 
 __global__ void __launch_bounds__(kMaxRouteWarps* kWarpSize)
-    RouteKernel(const __grid_constant__ PackStep step, RegionHeader header, int64_t region_bytes) {
+    RouteKernel(const __grid_constant__ DispatchPackStep step, RegionHeader header,
+                int64_t region_bytes) {
   extern __shared__ int32_t route_memory[];
   const EpShape& shape = step.shape;
   const int64_t local_experts = shape.local_experts;
@@ -96,7 +98,7 @@ __device__ void SendToken(const EpShape& shape, const void* tokens, int64_t row_
 // Writes the messages of all tokens, rows of `row_bytes`. `add_scales(message, token)` runs once
 // per message in all lanes, for scales that come with the tokens.
 template <typename Part, typename AddScales>
-__device__ __forceinline__ void PackTokens(const PackStep& step, int64_t row_bytes,
+__device__ __forceinline__ void PackTokens(const DispatchPackStep& step, int64_t row_bytes,
                                            const DispatchMessage& message, int64_t header_bytes,
                                            int64_t region_bytes, AddScales add_scales) {
   const EpShape& shape = step.shape;
@@ -127,17 +129,17 @@ __device__ __forceinline__ void PackTokens(const PackStep& step, int64_t row_byt
 
 template <typename Part>
 __global__ void __launch_bounds__(kBlockThreads)
-    PackKernel(const __grid_constant__ PackStep step, DispatchMessage message, int64_t header_bytes,
-               int64_t region_bytes) {
+    DispatchPackKernel(const __grid_constant__ DispatchPackStep step, DispatchMessage message,
+                       int64_t header_bytes, int64_t region_bytes) {
   PackTokens<Part>(step, step.shape.row_bytes(), message, header_bytes, region_bytes,
                    [](uint8_t*, int64_t) {});
 }
 
 // Tokens that come as codes and scales, whatever the format.
 __global__ void __launch_bounds__(kBlockThreads)
-    PackCodesKernel(const __grid_constant__ PackStep step, DispatchMessage message,
-                    int64_t header_bytes, int64_t region_bytes, int64_t code_bytes,
-                    int64_t scale_bytes) {
+    DispatchPackCodesKernel(const __grid_constant__ DispatchPackStep step, DispatchMessage message,
+                            int64_t header_bytes, int64_t region_bytes, int64_t code_bytes,
+                            int64_t scale_bytes) {
   const auto copy = [&]<typename Unit>(uint8_t* to, const uint8_t* from, Unit) {
     for (int64_t i = Lane(); i < scale_bytes / static_cast<int64_t>(sizeof(Unit)); i += kWarpSize) {
       reinterpret_cast<Unit*>(to)[i] = reinterpret_cast<const Unit*>(from)[i];
@@ -153,8 +155,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <typename Part>
 __global__ void __launch_bounds__(kBlockThreads)
-    CachedPackKernel(const __grid_constant__ CachedPackStep step, CachedRegion region,
-                     CachedDispatchMessage message) {
+    DispatchCachedPackKernel(const __grid_constant__ DispatchCachedPackStep step,
+                             DispatchCachedRegion region, DispatchCachedMessage message) {
   const EpShape& shape = step.shape;
   const uint32_t tokens = static_cast<uint32_t>(shape.tokens);
   const int lane = Lane();
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }  // namespace
 
 template <typename Format>
-cudaError_t Pack(const PackStep& step, cudaStream_t stream) {
+cudaError_t DispatchPack(const DispatchPackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
   const auto header = RegionHeader::Of(shape.local_experts);
   const auto message = DispatchMessage::Of(PayloadBytes<Format>(shape),
@@ -197,22 +199,22 @@ cudaError_t Pack(const PackStep& step, cudaStream_t stream) {
   if (error != cudaSuccess || shape.tokens == 0) return error;
   if (step.token_scales != nullptr) {
     const int64_t code_bytes = PayloadBytes<Format>(shape);
-    return Launch(PackCodesKernel, RowGrid(shape.tokens, code_bytes), kBlockThreads, 0, stream,
-                  step, message, header.bytes, region_bytes, code_bytes,
+    return Launch(DispatchPackCodesKernel, RowGrid(shape.tokens, code_bytes), kBlockThreads, 0,
+                  stream, step, message, header.bytes, region_bytes, code_bytes,
                   Format::ScaleBytes(shape.hidden));
   }
   return VisitSentPart<Format>(step.element, [&]<typename Part>(TypeTag<Part>) {
-    return Launch(PackKernel<Part>, RowGrid(shape.tokens, shape.row_bytes()), kBlockThreads, 0,
-                  stream, step, message, header.bytes, region_bytes);
+    return Launch(DispatchPackKernel<Part>, RowGrid(shape.tokens, shape.row_bytes()), kBlockThreads,
+                  0, stream, step, message, header.bytes, region_bytes);
   });
 }
 
 template <typename Format>
-cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream) {
+cudaError_t DispatchCachedPack(const DispatchCachedPackStep& step, cudaStream_t stream) {
   const EpShape& shape = step.shape;
-  const auto message = CachedDispatchMessage::Of(
+  const auto message = DispatchCachedMessage::Of(
       PayloadBytes<Format>(shape), Format::ScaleBytes(shape.hidden), step.num_weights);
-  const auto region = CachedRegion::Of(shape.tokens, message.bytes);
+  const auto region = DispatchCachedRegion::Of(shape.tokens, message.bytes);
   const cudaError_t error =
       shape.tokens == 0
           ? cudaSuccess
@@ -222,32 +224,32 @@ cudaError_t CachedPack(const CachedPackStep& step, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return VisitSentPart<Format>(step.element, [&]<typename Part>(TypeTag<Part>) {
     // Also without tokens, because the regions' tags must be written.
-    return Launch(CachedPackKernel<Part>, SomeRowGrid(shape.tokens, shape.row_bytes()),
+    return Launch(DispatchCachedPackKernel<Part>, SomeRowGrid(shape.tokens, shape.row_bytes()),
                   kBlockThreads, 0, stream, step, region, message);
   });
 }
 
-cudaError_t PreloadPackKernels() {
+cudaError_t PreloadDispatchPackKernels() {
   cudaError_t error = cudaSuccess;
   const auto preload = [&](auto kernel) {
     if (error == cudaSuccess) error = Preload(kernel);
   };
   preload(RouteKernel);
-  preload(PackCodesKernel);
+  preload(DispatchPackCodesKernel);
   ForEachFormat([&]<typename Format>(Format) {
     for (const ElementType element : kElementTypes) {
       VisitSentPart<Format>(element, [&]<typename Part>(TypeTag<Part>) {
-        preload(PackKernel<Part>);
-        preload(CachedPackKernel<Part>);
+        preload(DispatchPackKernel<Part>);
+        preload(DispatchCachedPackKernel<Part>);
       });
     }
   });
   return error;
 }
 
-#define JAX_EP_INSTANTIATE(Format)                                  \
-  template cudaError_t Pack<Format>(const PackStep&, cudaStream_t); \
-  template cudaError_t CachedPack<Format>(const CachedPackStep&, cudaStream_t);
+#define JAX_EP_INSTANTIATE(Format)                                                  \
+  template cudaError_t DispatchPack<Format>(const DispatchPackStep&, cudaStream_t); \
+  template cudaError_t DispatchCachedPack<Format>(const DispatchCachedPackStep&, cudaStream_t);
 JAX_EP_TOKEN_FORMATS(JAX_EP_INSTANTIATE)
 #undef JAX_EP_INSTANTIATE
 

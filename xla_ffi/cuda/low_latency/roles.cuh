@@ -26,9 +26,9 @@ struct LowLatencyBlock {
 };
 
 // Each thread is a worker's or the clerk's.
-class LowLatencyCrew {
+class LowLatencyRoles {
  public:
-  __device__ LowLatencyCrew(WindowCall& call, LowLatencyBlock& block)
+  __device__ LowLatencyRoles(WindowCall& call, LowLatencyBlock& block)
       : call_(call), block_(block) {}
 
   // Called by the whole block after BeginInOrder and a barrier. `send(index)` and `receive(index)`

@@ -22,7 +22,8 @@ class ReceiveJob {
   static constexpr int kWords =
       (QuantizedFormat<Wire> ? kWordsWhileDecoding : kWordsInFlight) * (kOptions ? 2 : 3) / 3;
 
-  __device__ __forceinline__ ReceiveJob(const Combine& c, uint32_t item) : c_(&c), lanes_(c.lanes) {
+  __device__ __forceinline__ ReceiveJob(const CombineContext& c, uint32_t item)
+      : c_(&c), lanes_(c.lanes) {
     token_ = static_cast<int32_t>(c.plan.pieces.Divide(item, piece_)) * c.plan.receive_tokens;
     end_ = Min(token_ + c.plan.receive_tokens, c.plan.tokens.int_value());
   }
@@ -127,7 +128,7 @@ class ReceiveJob {
         sent ? LoadAroundL1(grads + lanes_.place()) : 0.0f;
   }
 
-  const Combine* c_;
+  const CombineContext* c_;
   uint32_t piece_;
   TermLanes lanes_;
   int32_t token_;  // first token of the batch
@@ -145,7 +146,7 @@ class ReceiveJob {
 
 // A receiver: works until there is nothing left to receive. Returns false if a wait fails.
 template <typename Element, typename Wire, bool kOptions>
-__device__ bool ReceiveSums(const Combine& c) {
+__device__ bool ReceiveSums(const CombineContext& c) {
   const WorkItem first = c.call.First(Queue::kReceive);
   return ForEachItem(c.call, Queue::kReceive, first, [&](WorkItem item, NextTicket& next) {
     // In a whole call this is not the beginning: most warps have sent something before.
@@ -155,7 +156,7 @@ __device__ bool ReceiveSums(const Combine& c) {
 }
 
 // Called by the whole block: fills in the results of a failed call.
-__device__ __noinline__ inline void FailCombine(const WindowCombineStep& step) {
+__device__ __noinline__ inline void FailCombine(const CombineStep& step) {
   FillWords(static_cast<uint8_t*>(step.output), step.shape.tokens * step.shape.row_bytes(),
             kNoValue);
   FillWords(step.output_weight_grads, step.shape.tokens * step.num_weights, kNoValue);
