@@ -213,10 +213,18 @@ class Bench {
 
   template <typename Format = Bf16Format>
   cpu::RowTask StartDispatchPack() {
-    return cpu::DispatchPack<Format>({shape_, ElementType::kBFloat16, tokens_.data(),
-                                      ids_.as<int32_t>(), weights_.as<float>(), &input_scale_,
-                                      send_.data(), slot_of_.as<int32_t>(), position_.as<int32_t>(),
-                                      &num_invalid_, nullptr});
+    return cpu::DispatchPack<Format>({{},
+                                      shape_,
+                                      ElementType::kBFloat16,
+                                      tokens_.data(),
+                                      ids_.as<int32_t>(),
+                                      weights_.as<float>(),
+                                      &input_scale_,
+                                      send_.data(),
+                                      slot_of_.as<int32_t>(),
+                                      position_.as<int32_t>(),
+                                      &num_invalid_,
+                                      nullptr});
   }
   cpu::RowTask StartDispatchUnpack() {
     return cpu::DispatchUnpack<Bf16Format>(
@@ -224,22 +232,33 @@ class Bench {
           expert_counts_.as<int32_t>(), expert_ids_.as<int32_t>(), nullptr, src_info_.as<int32_t>(),
           router_weights_.as<float>(), &num_dropped_, row_of_.as<int32_t>(),
           row_slot_.as<int32_t>(), slot_counts_.as<int32_t>()},
+         {false, ScaleLayout::kRows},
          shape_,
-         false,
-         ScaleLayout::kRows,
          recv_.data(),
          row_base_.as<int32_t>()});
   }
   cpu::RowTask StartCombinePack() {
-    return cpu::CombinePack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, false, 0,
-                             expert_out_.data(), router_weights_.as<float>(), nullptr,
-                             row_of_.as<int32_t>(), slot_counts_.as<int32_t>(),
+    return cpu::CombinePack({{expert_out_.data(), router_weights_.as<float>(), nullptr,
+                              row_of_.as<int32_t>(), slot_counts_.as<int32_t>()},
+                             {},
+                             shape_,
+                             ElementType::kBFloat16,
+                             ElementType::kBFloat16,
+                             false,
+                             0,
                              combine_send_.data()});
   }
   cpu::RowTask StartCombineUnpack() {
-    return cpu::CombineUnpack({shape_, ElementType::kBFloat16, ElementType::kBFloat16, false, 0,
-                               combine_recv_.data(), slot_of_.as<int32_t>(), nullptr,
-                               output_.data(), nullptr});
+    return cpu::CombineUnpack({{.slot_of = slot_of_.as<int32_t>()},
+                               {},
+                               shape_,
+                               ElementType::kBFloat16,
+                               ElementType::kBFloat16,
+                               false,
+                               0,
+                               combine_recv_.data(),
+                               output_.data(),
+                               nullptr});
   }
 
   std::mt19937_64& random_;

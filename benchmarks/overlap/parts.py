@@ -35,9 +35,9 @@ def _pack(ep, op, *inputs):
         send, *rest = _COLLECTIVE.dispatch_pack(ep, args, in_halves=False)
         return send, tuple(rest)
     args = combining.CombineArgs(*inputs, residual=None)
-    rows, sums, wire = combining._inputs(ep, args)
-    send = _COLLECTIVE.combine_pack(ep, rows, wire, in_halves=False)
-    return send, (sums,)
+    sent, wire = combining._inputs(ep, args)
+    send = _COLLECTIVE.combine_pack(ep, sent, wire, in_halves=False)
+    return send, (sent.sums,)
 
 
 def _place(ep, op, arrived, rest, like):

@@ -9,6 +9,7 @@ itself requires operands and attributes of the right names.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import namedtuple
 from collections.abc import Mapping
@@ -96,12 +97,12 @@ class Table:
     attributes: tuple[Attribute, ...]
     packed: bool
 
-    @property
+    @functools.cached_property
     def from_operands(self) -> frozenset[str]:
         """Flags that say whether operands are given."""
         return frozenset(row.given for row in self.operands if row.given) - _OF_FORMATS
 
-    @property
+    @functools.cached_property
     def shown(self) -> frozenset[str]:
         """Flags of results that follow from neither operands nor attributes."""
         flags = {row.given for row in self.results if row.given}
@@ -177,11 +178,12 @@ def call(
     dims: Mapping[str, int],
     operands: Mapping[str, jax.Array | None],
     attributes: Mapping[str, int | float | bool | str],
+    config: Any = None,
 ) -> Any:
     """Calls `target` with operands and attributes by name.
 
     Omit an operand by passing None or leaving it out. Do not pass the attributes that
-    say which operands are given.
+    say which operands are given, nor those whose value is the config's.
 
     Args:
         target: a key of `TABLES`.
@@ -190,12 +192,13 @@ def call(
         dims: sizes of dimensions that no operand has, such as N, G or W.
         operands: by name.
         attributes: by name, and the flags of `Table.shown`.
+        config: has the attributes that are not among these, or None.
 
     Returns:
         A NamedTuple of the results, None for omitted ones. For a target with packed
         results it is `(results,)`, which `unpack` takes apart.
     """
-    one = _Call(target, like, dims, operands, attributes)
+    one = _Call(target, like, dims, operands, attributes, config)
     arrays = [one.operand(row) for row in one.table.operands]
     values = one.attributes()
     if one.table.packed:
@@ -256,12 +259,18 @@ class _Call:
         dims: Mapping[str, int],
         operands: Mapping[str, jax.Array | None],
         attributes: Mapping[str, Any],
+        config: Any,
     ) -> None:
         self.target, self.like, self.operands = target, like, operands
         self.table = TABLES[target]
-        self.values = dict(attributes)
+        self.values = {
+            each.name: getattr(config, each.name)
+            for each in self.table.attributes
+            if hasattr(config, each.name)
+        } | dict(attributes)
         known = {row.name for row in self.table.operands}
-        self._require(operands.keys() <= known, "operands", operands.keys() - known)
+        more = {name for name in operands.keys() - known if operands[name] is not None}
+        self._require(not more, "operands", more)
         self.format = _FORMATS[self.values.get("format", "bf16")]
         self.flags = self._flags()
         self.dims = self._dims(dims)
@@ -291,7 +300,7 @@ class _Call:
             flags[name] = bool(values.pop(name))
         for each in table.attributes:
             if each.type == "bool" and each.name not in flags:
-                flags[each.name] = bool(values[each.name])
+                flags[each.name] = bool(values.get(each.name))
         return flags
 
     def _dims(self, dims: Mapping[str, int]) -> dict[str, int]:
@@ -318,9 +327,11 @@ class _Call:
         if self.flags["quantized"]:
             known["P"] = native.encoded_bytes(name, hidden, 2)[0]
             known["S"] = hidden // self.format["block"]
+        if "N" not in known:
+            return
         if self.values.get("scale_layout") == "columns":
             known["A"], known["B"] = known["S"], native.scale_line(known["N"])
-        elif self.flags["quantized"] and "N" in known:
+        elif self.flags["quantized"]:
             known["A"], known["B"] = known["N"], known["S"]
         if self.flags["tiled"]:
             known["V"], known["C"] = native.scale_tiles(

@@ -19,7 +19,7 @@ from jax_ep._ops import options
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._ops.remat import ROWS_NAME
 from jax_ep._transport import transport_of
-from jax_ep._transport.base import Token, Wire
+from jax_ep._transport.base import CombineInputs, Token, Wire
 
 # Rows or tokens, and their weights.
 Weighted = tuple[jax.Array, jax.Array | None]
@@ -117,9 +117,10 @@ def _run_return(
     ep: EPHandle, static: None, args: Any, after: Token
 ) -> tuple[Weighted, Token]:
     route, rows, router_weights = args
-    given = options.summed(ep, rows, route, weight_grads=router_weights)
+    given = CombineInputs(rows, weight_grads=router_weights)
+    inputs = options.summed(ep, route, given)
     wire = Wire(ep.config.grad_wire, by_entry=False, gradients=True)
-    return transport_of(ep).combine(ep, *given, wire, after)
+    return transport_of(ep).combine(ep, inputs, wire, after)
 
 
 def _transpose_return(ep: EPHandle, static: None, route: Route, cotangents: Any) -> Any:

@@ -232,18 +232,15 @@ def _by_token(ep: EPHandle, y: jax.Array) -> jax.Array:
     return y.reshape(y.shape[0] // top_k, top_k, y.shape[1])
 
 
-def _inputs(ep: EPHandle, args: CombineArgs) -> tuple[CombineInputs, SumInputs, Wire]:
+def _inputs(ep: EPHandle, args: CombineArgs) -> tuple[CombineInputs, Wire]:
     at_source = ep.config.reduce == "source"
-    rows, sums = options.summed(
-        ep,
-        args.expert_out,
-        args.route,
-        router_weights=None if at_source else args.router_weights,
-        entry_weights=args.router_weights if at_source else None,
-        residual=args.residual,
-        by_entry=at_source,
-    )
-    return rows, sums, Wire(ep.config.combine_wire, by_entry=at_source)
+    sums = SumInputs(residual=args.residual)
+    given = CombineInputs(args.expert_out, args.router_weights, sums=sums)
+    if at_source:
+        sums = sums._replace(entry_weights=args.router_weights)
+        given = given._replace(router_weights=None, sums=sums)
+    inputs = options.summed(ep, args.route, given, by_entry=at_source)
+    return inputs, Wire(ep.config.combine_wire, by_entry=at_source)
 
 
 def _expert_out(args: CombineArgs) -> jax.Array:
@@ -309,11 +306,11 @@ _COMBINE = OrderedCall(
 def _run_send(
     ep: EPHandle, static: None, args: CombineArgs, after: Token
 ) -> tuple[Any, Token]:
-    rows, sums, wire = _inputs(ep, args)
-    sent, done = split_transport_of(ep).combine_send(ep, rows, wire, after)
+    inputs, wire = _inputs(ep, args)
+    sent, done = split_transport_of(ep).combine_send(ep, inputs, wire, after)
     shape = (args.route.slot_of.shape[0], args.expert_out.shape[1])
     port = jnp.zeros_like(args.expert_out, shape=shape)
-    return ((sent, sums), port), done
+    return ((sent, inputs.sums), port), done
 
 
 def _transpose_send(

@@ -17,7 +17,7 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Route
 from jax_ep._core.varying import vary_alike
 from jax_ep._native.loader import cpu as native
-from jax_ep._transport.base import Arrived, CombineInputs, DispatchInputs, SumInputs
+from jax_ep._transport.base import Arrived, CombineInputs, DispatchInputs
 
 
 def routed(ep: EPHandle, inputs: DispatchInputs) -> DispatchInputs:
@@ -84,28 +84,21 @@ def placed(ep: EPHandle, arrived: Arrived) -> Arrived:
 
 
 def summed(
-    ep: EPHandle,
-    rows: jax.Array,
-    route: Route,
-    *,
-    router_weights: jax.Array | None = None,
-    weight_grads: jax.Array | None = None,
-    entry_weights: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    by_entry: bool = False,
-) -> tuple[CombineInputs, SumInputs]:
-    """Returns operands of a combine; with `by_entry` each row is sent by itself."""
-    shared = ep.config.fused_shared_expert
+    ep: EPHandle, route: Route, inputs: CombineInputs, *, by_entry: bool = False
+) -> CombineInputs:
+    """Adds the route's tables and the shared expert's rows to operands of a combine.
+
+    With `by_entry` each row is sent by itself.
+    """
     tables = entry_route(route) if by_entry else route
-    n = route.slot_of.shape[0]
-    return CombineInputs(
-        rows, router_weights, weight_grads, tables.row_of, tables.slot_counts
-    ), SumInputs(
-        entry_slots(route.slot_of) if by_entry else route.slot_of,
-        entry_weights,
-        residual,
-        rows if shared else None,
-        shared_part(ep, rows, n) if shared else None,
+    slot_of = entry_slots(route.slot_of) if by_entry else route.slot_of
+    sums = inputs.sums._replace(slot_of=slot_of)
+    if ep.config.fused_shared_expert:
+        rows = inputs.expert_out
+        part = shared_part(ep, rows, len(route.slot_of))
+        sums = sums._replace(shared_rows=rows, shared_part=part)
+    return inputs._replace(
+        row_of=tables.row_of, slot_counts=tables.slot_counts, sums=sums
     )
 
 

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import formats
 from jax_ep._core import pytrees
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
@@ -61,29 +60,11 @@ else:
     Arrived = tables.Dispatch
 
 
-class CombineInputs(NamedTuple):
-    """Operands of a combine at the expert rank, which sums and sends.
-
-    Attributes:
-        expert_out: `[N, H]`.
-        router_weights: float32 `[N]`, factors of the rows, or None.
-        weight_grads: float32 `[N]`, sent along with the rows, unsummed, or None.
-        row_of: int32 `[R, n, K]`, as in `Route`.
-        slot_counts: int32 `[R]`, as in `Route`.
-    """
-
-    expert_out: jax.Array
-    router_weights: jax.Array | None
-    weight_grads: jax.Array | None
-    row_of: jax.Array
-    slot_counts: jax.Array
-
-
 class SumInputs(NamedTuple):
     """Operands of a combine at the source rank, which sums what arrives.
 
     Attributes:
-        slot_of: int32 `[n, K]`, as in `Route`.
+        slot_of: int32 `[n, K]`, as in `Route`; `options.summed` adds it.
         entry_weights: float32 `[n, K]`, factors of rows that were sent one by one; None
             if rows were summed at the expert rank.
         residual: `[n, H]` or None.
@@ -91,36 +72,54 @@ class SumInputs(NamedTuple):
         shared_part: int32 `[2]`, first and number of the tokens of these rows, or None.
     """
 
-    slot_of: jax.Array
-    entry_weights: jax.Array | None
-    residual: jax.Array | None
-    shared_rows: jax.Array | None
-    shared_part: jax.Array | None
+    slot_of: Any = None
+    entry_weights: jax.Array | None = None
+    residual: jax.Array | None = None
+    shared_rows: jax.Array | None = None
+    shared_part: jax.Array | None = None
 
 
 # A `Pending` of a combine has one.
 pytrees.serialisable(SumInputs, arrays=SumInputs._fields)
 
 
-class Wire(NamedTuple):
-    """How a combine sends rows.
+class CombineInputs(NamedTuple):
+    """Operands of a combine, by their names in the native tables.
 
     Attributes:
-        format: a dtype, or a quantised format.
+        expert_out: `[N, H]`.
+        router_weights: float32 `[N]`, factors of the rows, or None.
+        weight_grads: float32 `[N]`, sent along with the rows, unsummed, or None.
+        row_of: int32 `[R, n, K]`, as in `Route`; `options.summed` adds it.
+        slot_counts: int32 `[R]`, likewise.
+        sums: those at the source rank.
+    """
+
+    expert_out: jax.Array
+    router_weights: jax.Array | None = None
+    weight_grads: jax.Array | None = None
+    row_of: Any = None
+    slot_counts: Any = None
+    sums: SumInputs = SumInputs()
+
+    def of_rows(self) -> dict[str, Any]:
+        """Returns those at the expert rank, which sums and sends, by name."""
+        return {name: value for name, value in self._asdict().items() if name != "sums"}
+
+
+class Wire(NamedTuple):
+    """How a combine sends rows: attributes of its custom calls.
+
+    Attributes:
+        combine_dtype: a dtype, or a quantised format.
         by_entry: whether each row is sent by itself, to be weighted at the source. The
             tables are then those of tokens with one row each.
         gradients: whether rows are gradients; formats then keep smaller values.
     """
 
-    format: str
+    combine_dtype: str
     by_entry: bool
     gradients: bool = False
-
-    @property
-    def attribute(self) -> str:
-        """What custom calls take as `combine_dtype`; `WireName` in C++ reads it."""
-        quantized = self.format in formats.names()
-        return self.format + " of gradients" * (self.gradients and quantized)
 
 
 class Transport(abc.ABC):
@@ -222,18 +221,13 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def combine(
-        self,
-        ep: EPHandle,
-        rows: CombineInputs,
-        sums: SumInputs,
-        wire: Wire,
-        after: Token,
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, after: Token
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sums rows back to tokens `[n, H]`; weight gradients become `[n, K]`."""
 
     @abc.abstractmethod
     def combine_send(
-        self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, after: Token
     ) -> tuple[Any, Token]:
         """Runs the first half of `combine`; the result goes to `combine_recv`."""
 

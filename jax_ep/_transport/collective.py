@@ -110,13 +110,7 @@ class Collective(Transport):
             "ep_dispatch_pack",
             like,
             _with_regions(ep, region_bytes),
-            {
-                "tokens": inputs.tokens,
-                "topk_ids": inputs.topk_ids,
-                "router_weights": inputs.router_weights,
-                "input_scale": inputs.input_scale,
-                "token_scales": inputs.token_scales,
-            },
+            inputs._asdict(),
             {
                 "key": ep.key,
                 "site": site(),
@@ -124,6 +118,7 @@ class Collective(Transport):
                 "num_experts": ep.route_ranks * ep.groups,
                 "format": config.dispatch_format,
             },
+            config,
         )
         return packed.send, packed.slot_of, packed.num_invalid
 
@@ -131,20 +126,14 @@ class Collective(Transport):
         self, ep: EPHandle, sent: Sent, like: jax.Array, after: Token
     ) -> tuple[Arrived, Token]:
         """Unpacks."""
-        config = ep.config
         recv, slot_of, num_invalid = sent
         unpacked = tables.call(
             "ep_dispatch_unpack",
             like,
             dimensions(ep),
             {"recv": recv, "slot_of": slot_of, "num_invalid": num_invalid},
-            {
-                "key": ep.key,
-                "expert_alignment": config.expert_alignment,
-                "zero_tail": config.zero_tail,
-                "format": config.dispatch_format,
-                "scale_layout": config.scale_layout,
-            },
+            {"key": ep.key, "format": ep.config.dispatch_format},
+            ep.config,
         )
         return tables.pick(Arrived, unpacked), after
 
@@ -185,58 +174,42 @@ class Collective(Transport):
         return (unpacked.rows, unpacked.router_weights), after
 
     def combine(
-        self,
-        ep: EPHandle,
-        rows: CombineInputs,
-        sums: SumInputs,
-        wire: Wire,
-        after: Token,
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, after: Token
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Packs, exchanges, unpacks."""
-        send = self.combine_pack(ep, rows, wire, in_halves=False)
-        recv = self.exchange(ep, send)
-        with_grads = rows.weight_grads is not None
-        unpacked = _combine_unpack(ep, recv, sums, rows.expert_out, wire, with_grads)
-        return unpacked, after
+        send = self.combine_pack(ep, inputs, wire, in_halves=False)
+        recv, like = self.exchange(ep, send), inputs.expert_out
+        with_grads = inputs.weight_grads is not None
+        return _combine_unpack(ep, recv, inputs.sums, like, wire, with_grads), after
 
     def combine_send(
-        self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, after: Token
     ) -> tuple[jax.Array, Token]:
         """Packs and exchanges."""
-        send = self.combine_pack(ep, rows, wire, in_halves=True)
+        send = self.combine_pack(ep, inputs, wire, in_halves=True)
         return self.exchange(ep, send), after
 
     def combine_pack(
-        self, ep: EPHandle, rows: CombineInputs, wire: Wire, in_halves: bool
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, in_halves: bool
     ) -> jax.Array:
         """Runs `combine_send` up to its exchange; the result is to be sent."""
-        expert_out = rows.expert_out
-        n, top_k = rows.row_of.shape[1:]
-        quantized = wire.format in formats.names()
+        expert_out, sent_as = inputs.expert_out, wire.combine_dtype
+        n, top_k = inputs.row_of.shape[1:]
+        quantized = sent_as in formats.names()
         region_bytes = ffi.native.combine_region_bytes(
-            wire.format if quantized else "bf16",
+            sent_as if quantized else "bf16",
             expert_out.shape[1],
-            ep.config.element_bytes if quantized else jnp.dtype(wire.format).itemsize,
+            ep.config.element_bytes if quantized else jnp.dtype(sent_as).itemsize,
             n,
-            0 if rows.weight_grads is None else top_k,
+            0 if inputs.weight_grads is None else top_k,
         )
         return tables.call(
             "ep_combine_pack",
             expert_out,
             _with_regions(ep, region_bytes),
-            {
-                "expert_out": expert_out,
-                "router_weights": rows.router_weights,
-                "weight_grads": rows.weight_grads,
-                "row_of": rows.row_of,
-                "slot_counts": rows.slot_counts,
-            },
-            {
-                "key": ep.key,
-                "site": site(),
-                "in_halves": in_halves,
-                "combine_dtype": wire.attribute,
-            },
+            inputs.of_rows(),
+            {"key": ep.key, "site": site(), "in_halves": in_halves, **wire._asdict()},
+            ep.config,
         ).send
 
     def combine_recv(
@@ -268,19 +241,8 @@ def _combine_unpack(
         "ep_combine_unpack",
         like,
         {},
-        {
-            "recv": recv,
-            "slot_of": sums.slot_of,
-            "residual": sums.residual,
-            "entry_weights": sums.entry_weights,
-            "shared_rows": sums.shared_rows,
-            "shared_part": sums.shared_part,
-        },
-        {
-            "key": ep.key,
-            "by_entry": wire.by_entry,
-            "with_weight_grads": with_weight_grads,
-            "combine_dtype": wire.attribute,
-        },
+        {"recv": recv, **sums._asdict()},
+        {"key": ep.key, "with_weight_grads": with_weight_grads, **wire._asdict()},
+        ep.config,
     )
     return unpacked.output, unpacked.weight_grads

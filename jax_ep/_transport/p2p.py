@@ -84,15 +84,14 @@ class P2P(Transport):
             "ep_dispatch",
             inputs.like(ep),
             dimensions(ep),
-            _dispatch_operands(inputs, after),
+            {**inputs._asdict(), "after": _one(after)},
             {
                 "key": ep.key,
                 "site": site(),
-                "expert_alignment": ep.config.expert_alignment,
                 "zero_tail": zero_tail,
                 "format": ep.config.dispatch_format,
-                "scale_layout": ep.config.scale_layout,
             },
+            ep.config,
         )
         return arrived, (arrived.num_dropped,)
 
@@ -106,7 +105,7 @@ class P2P(Transport):
                 "ep_dispatch_send_on_stream" if _on_stream(ep) else "ep_dispatch_send",
                 inputs.like(ep),
                 {},
-                _dispatch_operands(inputs, after),
+                {**inputs._asdict(), "after": _one(after)},
                 {
                     "key": ep.key,
                     "site": site(),
@@ -114,6 +113,7 @@ class P2P(Transport):
                     "local_experts": ep.groups,
                     "format": config.dispatch_format,
                 },
+                config,
             )
         )
         # The second half copies this rank's own rows from `tokens`, unless encoded.
@@ -138,13 +138,8 @@ class P2P(Transport):
             like,
             sizes,
             {"pending": first[0], "tokens": own, "after": _one(after)},
-            {
-                "key": ep.key,
-                "expert_alignment": config.expert_alignment,
-                "zero_tail": config.zero_tail,
-                "format": config.dispatch_format,
-                "scale_layout": config.scale_layout,
-            },
+            {"key": ep.key, "format": config.dispatch_format},
+            config,
         )
         arrived = tables.pick(Arrived, placed, slot_of=slot_of, num_invalid=num_invalid)
         return arrived, (placed.num_dropped,)
@@ -177,63 +172,34 @@ class P2P(Transport):
         return (sent.rows, sent.router_weights), (sent.done,)
 
     def combine(
-        self,
-        ep: EPHandle,
-        rows: CombineInputs,
-        sums: SumInputs,
-        wire: Wire,
-        after: Token,
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, after: Token
     ) -> tuple[tuple[jax.Array, jax.Array | None], Token]:
         """Sums at the expert ranks, sends, and sums at the source, in one call."""
-        alone = rows.weight_grads is None and _alone(ep, rows.row_of)
+        if inputs.weight_grads is None:
+            wire = _alone(ep, inputs.row_of, wire)
         combined = tables.call(
             "ep_combine",
-            rows.expert_out,
+            inputs.expert_out,
             {},
-            {
-                "expert_out": rows.expert_out,
-                "router_weights": rows.router_weights,
-                "weight_grads": rows.weight_grads,
-                "row_of": rows.row_of,
-                "slot_counts": rows.slot_counts,
-                "slot_of": sums.slot_of,
-                "residual": sums.residual,
-                "entry_weights": sums.entry_weights,
-                "shared_rows": sums.shared_rows,
-                "shared_part": sums.shared_part,
-                "after": _one(after),
-            },
-            {
-                "key": ep.key,
-                "site": site(),
-                "by_entry": wire.by_entry or alone,
-                "combine_dtype": wire.attribute,
-            },
+            {**inputs.of_rows(), **inputs.sums._asdict(), "after": _one(after)},
+            {"key": ep.key, "site": site(), **wire._asdict()},
+            ep.config,
         )
         return (combined.output, combined.weight_grads), (combined.done,)
 
     def combine_send(
-        self, ep: EPHandle, rows: CombineInputs, wire: Wire, after: Token
+        self, ep: EPHandle, inputs: CombineInputs, wire: Wire, after: Token
     ) -> tuple[First, Token]:
         """Sums and sends."""
+        wire = _alone(ep, inputs.row_of, wire)
         first = tuple(
             tables.call(
                 "ep_combine_send_on_stream" if _on_stream(ep) else "ep_combine_send",
-                rows.expert_out,
+                inputs.expert_out,
                 {},
-                {
-                    "expert_out": rows.expert_out,
-                    "router_weights": rows.router_weights,
-                    "row_of": rows.row_of,
-                    "slot_counts": rows.slot_counts,
-                    "after": _one(after),
-                },
-                {
-                    "key": ep.key,
-                    "site": site(),
-                    "by_entry": wire.by_entry or _alone(ep, rows.row_of),
-                    "combine_dtype": wire.attribute,
-                },
+                {**inputs.of_rows(), "after": _one(after)},
+                {"key": ep.key, "site": site(), **wire._asdict()},
+                ep.config,
             )
         )
         return first, (first[-1],)
@@ -248,25 +214,14 @@ class P2P(Transport):
         after: Token,
     ) -> tuple[jax.Array, Token]:
         """Waits for the sums of the expert ranks and adds them."""
+        wire = _alone(ep, sums.slot_of, wire)
         placed = tables.call(
             "ep_combine_recv",
             like,
             {},
-            {
-                "pending": sent[0],
-                "slot_of": sums.slot_of,
-                "residual": sums.residual,
-                "entry_weights": sums.entry_weights,
-                "shared_rows": sums.shared_rows,
-                "shared_part": sums.shared_part,
-                "after": _one(after),
-            },
-            {
-                "key": ep.key,
-                "ranks": ep.route_ranks,
-                "by_entry": wire.by_entry or _alone(ep, sums.slot_of),
-                "combine_dtype": wire.attribute,
-            },
+            {"pending": sent[0], **sums._asdict(), "after": _one(after)},
+            {"key": ep.key, "ranks": ep.route_ranks, **wire._asdict()},
+            ep.config,
         )
         return placed.output, (placed.done,)
 
@@ -299,27 +254,15 @@ def row_obstacle(config: EPConfig) -> Obstacle | None:
     return f"hidden_size of at most {most} with {wire}", str(config.hidden_size)
 
 
-def _alone(ep: EPHandle, table: jax.Array) -> bool:
-    """Whether `table` comes from `options.entry_route`, with one row per token."""
-    return ep.config.reduce == "none" and table.shape[-1] == 1
+def _alone(ep: EPHandle, table: jax.Array, wire: Wire) -> Wire:
+    """Sends rows by entry if `table`, of `options.entry_route`, has one per token."""
+    alone = ep.config.reduce == "none" and table.shape[-1] == 1
+    return wire._replace(by_entry=True) if alone else wire
 
 
 def _one(after: Token) -> jax.Array:
     (token,) = after
     return token
-
-
-def _dispatch_operands(
-    inputs: DispatchInputs, after: Token
-) -> dict[str, jax.Array | None]:
-    return {
-        "tokens": inputs.tokens,
-        "topk_ids": inputs.topk_ids,
-        "router_weights": inputs.router_weights,
-        "input_scale": inputs.input_scale,
-        "token_scales": inputs.token_scales,
-        "after": _one(after),
-    }
 
 
 def _on_stream(ep: EPHandle) -> bool:

@@ -64,7 +64,8 @@ void TestRouteOverItsIds() {
     RouteTokens(shape, ids.as<int32_t>(), 0, shape.tokens, {slots.data(), rows.data()},
                 {slot_of, positions}, invalid);
     InvalidIdReport report{};
-    DispatchPackStep step{shape,
+    DispatchPackStep step{{},
+                          shape,
                           ElementType::kFloat32,
                           tokens.data(),
                           ids.as<int32_t>(),

@@ -226,14 +226,14 @@ void TestReports() {
   CHECK(world.ranks[0].mixed.source == 1);
   // The call of a group that has been closed.
   Rank& rank = world.ranks[0];
-  CombineUnpackStep step{options.shape,
+  CombineUnpackStep step{{.slot_of = rank.slot_of.as<int32_t>()},
+                         {},
+                         options.shape,
                          options.element,
                          options.wire,
                          false,
                          0,
                          rank.recv.data(),
-                         rank.slot_of.as<int32_t>(),
-                         nullptr,
                          rank.output.data(),
                          nullptr};
   world.Combine();

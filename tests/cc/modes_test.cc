@@ -52,17 +52,17 @@ class Call {
   }
 
   void Run(Random& random) {
-    CombineUnpackStep step{made_.shape,
-                           ElementType::kFloat32,
-                           ElementType::kFloat32,
-                           false,
-                           0,
-                           recv_.data(),
-                           slot_of_.data(),
-                           made_.residual ? residual_.data() : nullptr,
-                           output_.data(),
-                           nullptr};
-    step.by_entry = made_.by_entry;
+    CombineUnpackStep step{
+        {.slot_of = slot_of_.data(), .residual = made_.residual ? residual_.data() : nullptr},
+        {made_.by_entry},
+        made_.shape,
+        ElementType::kFloat32,
+        ElementType::kFloat32,
+        false,
+        0,
+        recv_.data(),
+        output_.data(),
+        nullptr};
     step.entry_weights = made_.weighted ? weights_.data() : nullptr;
     step.shape.recv_rows = made_.rows;
     step.shared_rows = made_.rows > 0 ? shared_.data() : nullptr;

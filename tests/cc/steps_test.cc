@@ -186,10 +186,18 @@ void TestInvalidIdReportOfTwoThreads() {
       threads.emplace_back([&, i] {
         Rank& rank = worlds[i].ranks[0];
         rank.ids.as<int32_t>()[0] = 100 + i;
-        cpu::DispatchPack<Bf16Format>(
-            {worlds[i].shape(), ElementType::kBFloat16, rank.tokens.data(), rank.ids.as<int32_t>(),
-             rank.weights.as<float>(), nullptr, rank.send.data(), rank.slot_of.as<int32_t>(),
-             rank.position.as<int32_t>(), rank.num_invalid.as<int32_t>(), &shared});
+        cpu::DispatchPack<Bf16Format>({{},
+                                       worlds[i].shape(),
+                                       ElementType::kBFloat16,
+                                       rank.tokens.data(),
+                                       rank.ids.as<int32_t>(),
+                                       rank.weights.as<float>(),
+                                       nullptr,
+                                       rank.send.data(),
+                                       rank.slot_of.as<int32_t>(),
+                                       rank.position.as<int32_t>(),
+                                       rank.num_invalid.as<int32_t>(),
+                                       &shared});
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -220,7 +228,8 @@ void TestInvalidIdReports() {
   CHECK(rank.report.state == InvalidIdReport::kSet && rank.report.token == 0 &&
         rank.report.value == 77);
 
-  DispatchPackStep step{world.shape(),
+  DispatchPackStep step{{},
+                        world.shape(),
                         ElementType::kBFloat16,
                         rank.tokens.data(),
                         rank.ids.as<int32_t>(),

@@ -139,7 +139,8 @@ class World {
 
   void DispatchPack(Rank& rank) {
     rank.send = Wire(RegionBytes());
-    DispatchPackStep step{shape(),
+    DispatchPackStep step{{},
+                          shape(),
                           options.element,
                           rank.tokens.data(),
                           rank.ids.as<int32_t>(),
@@ -164,9 +165,8 @@ class World {
          rank.src_info.as<int32_t>(), rank.router_weights.as<float>(),
          rank.num_dropped.as<int32_t>(), rank.row_of.as<int32_t>(), rank.row_slot.as<int32_t>(),
          rank.slot_counts.as<int32_t>()},
+        {options.zero_tail, layout()},
         shape(),
-        options.zero_tail,
-        layout(),
         rank.recv.data(),
         rank.row_base.as<int32_t>(),
         rank.slot_of.as<int32_t>(),
@@ -216,30 +216,28 @@ class World {
 
   void CombinePack(Rank& rank) {
     rank.send = Wire(CombineRegionBytes());
-    const CombinePackStep step{shape(),
-                               options.element,
-                               options.wire,
-                               options.quantized_sums,
-                               num_weights(),
-                               rank.expert_out.data(),
+    const CombineInputs inputs{rank.expert_out.data(),
                                options.weights ? rank.router_weights.as<float>() : nullptr,
                                options.weights ? rank.row_grads.as<float>() : nullptr,
-                               rank.row_of.as<int32_t>(),
-                               rank.slot_counts.as<int32_t>(),
-                               rank.send.data(),
+                               rank.row_of.as<int32_t>(), rank.slot_counts.as<int32_t>()};
+    const CombinePackStep step{inputs,        {},
+                               shape(),       options.element,
+                               options.wire,  options.quantized_sums,
+                               num_weights(), rank.send.data(),
                                rank.tag};
     Run(cpu::CombinePack(step));
   }
 
   void CombineUnpack(Rank& rank) {
-    CombineUnpackStep step{shape(),
+    CombineUnpackStep step{{.slot_of = rank.slot_of.as<int32_t>(),
+                            .residual = options.residual ? rank.residual.data() : nullptr},
+                           {},
+                           shape(),
                            options.element,
                            options.wire,
                            options.quantized_sums,
                            num_weights(),
                            rank.recv.data(),
-                           rank.slot_of.as<int32_t>(),
-                           options.residual ? rank.residual.data() : nullptr,
                            rank.output.data(),
                            options.weights ? rank.weight_grads.as<float>() : nullptr};
     step.check = CheckOf(rank);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -42,7 +43,7 @@ struct Made {
   std::vector<Free> free = {};  // nothing else may change, but `after` and a longer `pending`
   // Other dtypes that the tokens may have, as no other operand depends on them.
   std::vector<ffi::DataType> dtypes = {};
-  std::string flag = {};  // the attribute that may have either value
+  std::set<std::string> flags = {};  // the attributes that may have either value
 };
 
 inline std::vector<ffi::DataType> TokenTypes(const Variant& v, bool encoded_alone) {
@@ -74,8 +75,12 @@ inline void AddArrived(CustomCall& call, const Variant& v) {
   call.Add("-> row_slot", ffi::S32, {N});
   call.Add("-> slot_counts", ffi::S32, {R});
 }
-inline std::string LayoutOf(const Variant& v) {
-  return v.tiled ? "tiled_128x4" : v.columns ? "columns" : "rows";
+inline void AddOptions(Made& made, const Variant& v) {
+  const std::string layout = v.tiled ? "tiled_128x4" : v.columns ? "columns" : "rows";
+  made.call.attributes.insert(
+      made.call.attributes.end(),
+      {{"expert_alignment", int64_t{1}}, {"zero_tail", true}, {"scale_layout", layout}});
+  made.flags = {"zero_tail"};
 }
 
 inline void AddRouted(CustomCall& call, const Variant& v) {
@@ -100,11 +105,10 @@ inline Made Make(DispatchCall*, const Variant& v) {
   AddArrived(made.call, v);
   AddTables(made.call);
   made.call.attributes = {
-      {"key", int64_t{7}},          {"site", int64_t{9}}, {"expert_alignment", int64_t{1}},
-      {"zero_tail", true},          {"coded", v.coded},   {"format", v.format},
-      {"scale_layout", LayoutOf(v)}};
+      {"key", int64_t{7}}, {"site", int64_t{9}}, {"coded", v.coded}, {"format", v.format}};
+  AddOptions(made, v);
   made.dtypes = TokenTypes(v, false);
-  made.flag = "zero_tail";
+  made.flags = {"zero_tail"};
   return made;
 }
 
@@ -121,10 +125,16 @@ inline Made Make(DispatchCachedCall*, const Variant& v) {
   made.call.Add("-> done", ffi::S32, {1});
   made.call.attributes = {
       {"key", int64_t{7}}, {"site", int64_t{9}}, {"zero_tail", true}, {"format", v.format}};
-  made.flag = "zero_tail";
+  made.flags = {"zero_tail"};
   return made;
 }
 
+inline void AddWire(Made& made, const Variant& v) {
+  made.call.attributes.insert(
+      made.call.attributes.end(),
+      {{"combine_dtype", v.wire}, {"gradients", false}, {"by_entry", v.by_entry}});
+  made.flags = {"gradients"};
+}
 inline void AddTokenSide(CustomCall& call, const Variant& v) {
   call.Add("slot_of", ffi::S32, {n, K});
   call.Add("residual", ffi::BF16, {v.residual ? n : 0, H});
@@ -142,22 +152,15 @@ inline Made Make(CombineCall*, const Variant& v) {
   Made made;
   made.call.Add("expert_out", ffi::BF16, {N, H});
   made.call.Add("router_weights", ffi::F32, {by_row ? N : 0});
+  made.call.Add("slot_counts", ffi::S32, {R});
   made.call.Add("weight_grads", ffi::F32, {v.weight_grads ? N : 0});
   made.call.Add("row_of", ffi::S32, RowOfDims(v));
-  made.call.Add("slot_counts", ffi::S32, {R});
   AddTokenSide(made.call, v);
   made.call.Add("-> output", ffi::BF16, {n, H});
   made.call.Add("-> weight_grads", ffi::F32, {n, v.weight_grads ? K : 0});
   made.call.Add("-> done", ffi::S32, {1});
-  made.call.attributes = {{"key", int64_t{7}},
-                          {"site", int64_t{9}},
-                          {"weighted", by_row},
-                          {"with_weight_grads", v.weight_grads},
-                          {"with_residual", v.residual},
-                          {"by_entry", v.by_entry},
-                          {"with_entry_weights", v.by_entry && v.weighted},
-                          {"with_shared", v.shared},
-                          {"combine_dtype", v.wire}};
+  made.call.attributes = {{"key", int64_t{7}}, {"site", int64_t{9}}};
+  AddWire(made, v);
   if (!by_row && !v.weight_grads && !v.shared) made.free.push_back({"expert_out", 0, true});
   return made;
 }
@@ -169,6 +172,7 @@ inline Made Make(DispatchSendCall*, const Variant& v) {
   AddTables(made.call);
   made.call.attributes = {{"key", int64_t{7}},  {"site", int64_t{9}}, {"ranks", R},
                           {"local_experts", L}, {"coded", v.coded},   {"format", v.format}};
+  AddOptions(made, v);
   made.dtypes = TokenTypes(v, true);
   return made;
 }
@@ -186,12 +190,8 @@ inline Made Make(DispatchRecvCall*, const Variant& v) {
   made.call.Add("tokens", ffi::BF16, {quantized ? 0 : n, H});
   made.call.Add("after", ffi::S32, {1});
   AddArrived(made.call, v);
-  made.call.attributes = {{"key", int64_t{7}},
-                          {"expert_alignment", int64_t{1}},
-                          {"zero_tail", true},
-                          {"format", v.format},
-                          {"scale_layout", LayoutOf(v)}};
-  made.flag = "zero_tail";
+  made.call.attributes = {{"key", int64_t{7}}, {"format", v.format}};
+  AddOptions(made, v);
   made.dtypes = TokenTypes(v, false);
   made.free.push_back({"-> row_of", 2, false});
   if (quantized) made.free.push_back({"-> row_of", 1, false});
@@ -203,21 +203,18 @@ inline Made Make(CombineSendCall*, const Variant& v) {
   const bool by_row = v.weighted && !v.by_entry;
   made.call.Add("expert_out", ffi::BF16, {N, H});
   made.call.Add("router_weights", ffi::F32, {by_row ? N : 0});
-  made.call.Add("row_of", ffi::S32, RowOfDims(v));
   made.call.Add("slot_counts", ffi::S32, {R});
+  made.call.Add("row_of", ffi::S32, RowOfDims(v));
   made.call.Add("after", ffi::S32, {1});
   made.call.Add("-> pending", ffi::S32, {1, kPendingInts});
   made.call.Add("-> done", ffi::S32, {1});
-  made.call.attributes = {{"key", int64_t{7}},
-                          {"site", int64_t{9}},
-                          {"weighted", by_row},
-                          {"by_entry", v.by_entry},
-                          {"combine_dtype", v.wire}};
+  made.call.attributes = {{"key", int64_t{7}}, {"site", int64_t{9}}};
+  AddWire(made, v);
   made.dtypes = {ffi::F16, ffi::F32};
   if (!by_row) made.free.push_back({"expert_out", 0, true});
   if (!v.by_entry) made.free.push_back({"row_of", 2, false});
   // Tokens of one entry each look the same here as entries sent one by one.
-  if (v.by_entry) made.flag = "by_entry";
+  if (v.by_entry) made.flags.insert("by_entry");
   return made;
 }
 inline Made Make(CombineSendOnStreamCall*, const Variant& v) {
@@ -233,16 +230,11 @@ inline Made Make(CombineRecvCall*, const Variant& v) {
   AddTokenSide(made.call, v);
   made.call.Add("-> output", ffi::BF16, {n, H});
   made.call.Add("-> done", ffi::S32, {1});
-  made.call.attributes = {{"key", int64_t{7}},
-                          {"ranks", R},
-                          {"with_residual", v.residual},
-                          {"by_entry", v.by_entry},
-                          {"with_entry_weights", v.by_entry && v.weighted},
-                          {"with_shared", v.shared},
-                          {"combine_dtype", v.wire}};
+  made.call.attributes = {{"key", int64_t{7}}, {"ranks", R}};
+  AddWire(made, v);
   if (v.shared) made.free.push_back({"shared_rows", 0, true});
   // Only row_of, which the first half has, shows what the slots stand for.
-  if (v.by_entry && !v.weighted) made.flag = "by_entry";
+  if (v.by_entry && !v.weighted) made.flags.insert("by_entry");
   return made;
 }
 

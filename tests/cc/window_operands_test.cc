@@ -144,7 +144,7 @@ class Trial {
       const std::string text = "attribute " + name;
       if (auto* flag = std::get_if<bool>(&value)) {
         *flag = !*flag;
-        name == made_.flag ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
+        made_.flags.contains(name) ? Passes(call, sizes_, text) : Refuses(call, sizes_, text);
       } else if (auto* word = std::get_if<std::string>(&value)) {
         for (const char* other : {"", "rows2", "bf161", "float8"}) {
           *word = other;

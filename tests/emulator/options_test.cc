@@ -85,14 +85,15 @@ void SetModes(const Modes& modes, const float* entry_weights, const void* shared
 void UnpackAs(const Modes& modes, const World& world, Rank& rank, const SharedRows& shared,
               Random& random) {
   const Options& options = world.options;
-  CombineUnpackStep step{world.shape(),
+  CombineUnpackStep step{{.slot_of = rank.slot_of.as<int32_t>(),
+                          .residual = options.residual ? rank.residual.data() : nullptr},
+                         {},
+                         world.shape(),
                          options.element,
                          options.wire,
                          options.quantized_sums,
                          world.num_weights(),
                          rank.recv.data(),
-                         rank.slot_of.as<int32_t>(),
-                         options.residual ? rank.residual.data() : nullptr,
                          rank.output.data(),
                          options.weights ? rank.weight_grads.as<float>() : nullptr};
   SetModes(modes, rank.weights.as<float>(), shared.rows.data(), shared.part.as<int32_t>(), step);

@@ -13,10 +13,13 @@ import pytest
 
 from jax_ep._native import ffi, tables
 from jax_ep._native.loader import cpu as native
-from support import quantizer
+from support import helpers, quantizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 N_TOKENS, TOP_K, HIDDEN, RANKS, GROUPS, ROWS = 5, 2, 256, 4, 3, 41
+CONFIG = helpers.make_config(expert_alignment=3)
+# What calls of routed dispatches take from it.
+OPTIONS = {"expert_alignment": 3, "zero_tail": True, "scale_layout": "rows"}
 
 
 def int32(*shape: int) -> jax.Array:
@@ -80,6 +83,7 @@ def test_omitted_operands_have_placeholders(calls: list[Any]) -> None:
         "after": int32(1),
     }
     attributes = {"key": 7, "site": 9, "by_entry": False, "combine_dtype": "float32"}
+    attributes["gradients"] = False
     got = tables.call("ep_combine", tokens(ROWS), {}, given, attributes)
     assert got._fields == ("output", "weight_grads", "done")
     assert got.output.shape == (N_TOKENS, HIDDEN)
@@ -91,9 +95,9 @@ def test_omitted_operands_have_placeholders(calls: list[Any]) -> None:
             [
                 "bfloat16[41, 256]",
                 "float32[0]",
+                "int32[4]",
                 "float32[0]",
                 "int32[4, 5, 2]",
-                "int32[4]",
                 "int32[5, 2]",
                 "bfloat16[5, 256]",
                 "float32[0, 2]",
@@ -101,9 +105,7 @@ def test_omitted_operands_have_placeholders(calls: list[Any]) -> None:
                 "int32[0]",
                 "int32[1]",
             ],
-            attributes
-            | {"weighted": False, "with_weight_grads": False, "with_residual": True}
-            | {"with_entry_weights": False, "with_shared": False},
+            attributes,
             None,
         )
     ]
@@ -114,12 +116,10 @@ def test_omitted_operands_have_placeholders(calls: list[Any]) -> None:
     }
     got = tables.call("ep_combine", tokens(ROWS), {}, more, attributes)
     assert got.weight_grads.shape == (N_TOKENS, TOP_K)
-    _, results, operands, flags, _ = calls[-1]
+    _, results, operands, _, _ = calls[-1]
     assert results[1] == "float32[5, 2]"
-    assert operands[2] == "float32[41]"
+    assert operands[3] == "float32[41]"
     assert operands[8:10] == ["bfloat16[41, 256]", "int32[2]"]
-    assert flags["with_weight_grads"]
-    assert flags["with_shared"]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_results_of_a_format(
             "tokens": tokens() if plain else None,
             "after": int32(1),
         },
-        {"key": 7, "expert_alignment": 1, "zero_tail": True, "scale_layout": "rows"}
-        | changes,
+        {"key": 7} | changes,
+        CONFIG,
     )
     assert (got.scales is None) == plain
     assert (got.scales_offsets is None) == (offsets == 0)
@@ -186,11 +186,27 @@ def test_an_operand_of_two_types(coded: bool, calls: list[Any]) -> None:
     }
     attributes = {"key": 7, "site": 9, "ranks": RANKS, "local_experts": GROUPS}
     attributes["format"] = "nvfp4"
-    tables.call("ep_dispatch_send", tokens(), {}, given, attributes)
+    tables.call("ep_dispatch_send", tokens(), {}, given, attributes, CONFIG)
     ((_, _, operands, made, _),) = calls
     assert operands[0] == ("uint8[5, 128]" if coded else "bfloat16[5, 256]")
     assert operands[4] == ("float8_e4m3fn[5, 16]" if coded else "float8_e4m3fn[0]")
-    assert made == attributes | {"coded": coded}
+    assert made == attributes | OPTIONS | {"coded": coded}
+
+
+def test_an_omitted_operand_may_be_of_another_call(calls: list[Any]) -> None:
+    given = {
+        "expert_out": tokens(ROWS),
+        "weight_grads": None,
+        "row_of": int32(RANKS, N_TOKENS, TOP_K),
+        "slot_counts": int32(RANKS),
+        "after": int32(1),
+    }
+    attributes = {"key": 7, "site": 9, "by_entry": False, "combine_dtype": "float32"}
+    attributes["gradients"] = True
+    tables.call("ep_combine_send", tokens(ROWS), {}, given, attributes)
+    ((_, _, operands, made, _),) = calls
+    assert len(operands) == 5
+    assert made == attributes
 
 
 def test_packed_results(calls: list[Any]) -> None:
@@ -208,6 +224,7 @@ def test_packed_results(calls: list[Any]) -> None:
         {},
         given,
         attributes | {"format": "bf16"},
+        CONFIG,
     )
     assert packed.shape == (1, 4 + N_TOKENS * TOP_K + 1)
     numbers = jnp.arange(packed.size).reshape(1, -1)
@@ -224,6 +241,7 @@ def test_packed_results(calls: list[Any]) -> None:
         ({"rows": int32(1)}, {}, "ep_dispatch_cached_pack: wrong operands, ['rows']"),
         ({"tokens": None}, {}, "operands without, ['tokens']"),
         ({}, {"zero_tail": True}, "attributes, ['zero_tail']"),
+        ({}, {"site": None}, "attributes, ['site']"),
     ],
 )
 def test_mistakes_of_callers(
@@ -234,6 +252,7 @@ def test_mistakes_of_callers(
 ) -> None:
     given = {"tokens": tokens(), "slot_of": int32(N_TOKENS, TOP_K)} | operands
     attributes = {"key": 7, "site": 9, "format": "bf16"} | attributes
+    attributes = {name: value for name, value in attributes.items() if value}
     with pytest.raises(TypeError) as error:
         tables.call(
             "ep_dispatch_cached_pack", tokens(), {"R": 1, "W": 4}, given, attributes
@@ -262,6 +281,7 @@ def test_calls_run() -> None:
         },
         {"key": 7, "site": 9, "in_halves": False, "num_experts": GROUPS}
         | {"format": name},
+        CONFIG,
     )
     got = tables.call(
         "ep_dispatch_unpack",
@@ -272,8 +292,8 @@ def test_calls_run() -> None:
             "slot_of": sent.slot_of,
             "num_invalid": sent.num_invalid,
         },
-        {"key": 7, "expert_alignment": 1, "zero_tail": True, "format": name}
-        | {"scale_layout": "rows"},
+        {"key": 7, "expert_alignment": 1, "format": name},
+        CONFIG,
     )
     source = got.src_info[: N_TOKENS * TOP_K, 1]
     codes, scales = quantizer.quantize(x, name)

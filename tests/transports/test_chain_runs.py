@@ -72,17 +72,16 @@ class Chained(Collective):
     def dispatch_cached(self, *args: Any) -> Any:
         return self._call(super().dispatch_cached, *args)
 
-    def combine(self, ep: Any, rows: Any, sums: Any, wire: Any, after: Any) -> Any:
+    def combine(self, ep: Any, inputs: Any, wire: Any, after: Any) -> Any:
         whole = super().combine
         return self._call(
-            lambda ep, rows, sums, after: whole(ep, rows, sums, wire, after),
-            *(ep, rows, sums, after),
+            lambda ep, inputs, after: whole(ep, inputs, wire, after), ep, inputs, after
         )
 
-    def combine_send(self, ep: Any, rows: Any, wire: Any, after: Any) -> Any:
+    def combine_send(self, ep: Any, inputs: Any, wire: Any, after: Any) -> Any:
         send = super().combine_send
         return self._call(
-            lambda ep, rows, after: send(ep, rows, wire, after), ep, rows, after
+            lambda ep, inputs, after: send(ep, inputs, wire, after), ep, inputs, after
         )
 
     def combine_recv(

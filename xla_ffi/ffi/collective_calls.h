@@ -89,8 +89,8 @@ struct DispatchPackCall : RoutedCall<DispatchPackStep> {
                                               Ret<I32>("slot_of", {n, K}, &Step::slot_of),
                                               Ret<I32>("position", {n, K}, &Step::position),
                                               Ret<I32>("num_invalid", {1}, &Step::num_invalid));
-  static constexpr auto kAttributes =
-      std::tuple(kKey, kSite, kInHalves, kNumExperts, kCoded, kFormat);
+  static constexpr auto kAttributes = std::tuple_cat(
+      std::tuple(kKey, kSite, kInHalves, kNumExperts, kCoded, kFormat), kDispatchOptions);
 
   void Infer(Checker& check) {
     const int64_t ranks = sizes[R];
@@ -116,8 +116,7 @@ struct DispatchUnpackCall : RoutedCall<DispatchUnpackStep> {
       std::tuple(Ret<I32>("row_base", {R, G}, &Step::row_base),
                  Ret<I32>("slot_of", {n, K}, &Step::slot_of).InPlaceOf("slot_of"),
                  Ret<I32>("num_invalid", {1}, &Step::num_invalid).InPlaceOf("num_invalid")));
-  static constexpr auto kAttributes =
-      std::tuple(kKey, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kKey, kFormat), kDispatchOptions);
 
   void Infer(Checker&) { InferHidden(*this); }
 };
@@ -163,17 +162,28 @@ inline void CheckCombineOptions(Checker& check, const CallState& call) {
   check.Require(!call.by_entry || !call.with_weight_grads, "rows must travel without weight_grads");
 }
 
+// The operands at the expert rank that all combines share.
+template <typename Step>
+struct CombineRows {
+  using enum Dim;
+  static constexpr auto kRows =
+      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
+                 Arg<F32>("router_weights", {N}, &Step::router_weights).Optional(),
+                 Arg<I32>("slot_counts", {R}, &Step::slot_counts));
+  // Of whole calls.
+  static constexpr auto kWeightGrads =
+      Arg<F32>("weight_grads", {N}, &Step::weight_grads).Shows(kWithWeightGrads);
+  static constexpr auto kRowOf = Arg<I32>("row_of", {R, n, K}, &Step::row_of);
+};
+
 struct CombinePackCall : WireCall<CombinePackStep> {
   static constexpr const char* kTarget = "ep_combine_pack";
+  using Rows = CombineRows<Step>;
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::router_weights).When(kWeighted),
-                 Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
-                 Arg<I32>("row_of", {R, n, K}, &Step::row_of),
-                 Arg<I32>("slot_counts", {R}, &Step::slot_counts));
+      std::tuple_cat(Rows::kRows, std::tuple(Rows::kWeightGrads, Rows::kRowOf));
   static constexpr auto kResults = std::tuple(Ret<Wire>("send", {R, W}, &Step::send));
   static constexpr auto kAttributes =
-      std::tuple(kKey, kSite, kInHalves, kWeighted, kWithWeightGrads, kCombineDtype);
+      std::tuple_cat(std::tuple(kKey, kSite, kInHalves), kCombineOptions);
 
   void Size(Checker&) {
     SetRegion(CombineRegion::Of(shape.tokens, CombineMessageOf(step).bytes).bytes);
@@ -187,9 +197,9 @@ struct SumRows {
   using enum Dim;
   static constexpr auto kRows =
       std::tuple(Arg<I32>("slot_of", {n, K}, &Step::slot_of),
-                 Arg<Token>("residual", {n, H}, &Step::residual).When(kWithResidual),
-                 Arg<F32>("entry_weights", {n, K}, &Step::entry_weights).When(kWithEntryWeights),
-                 Arg<Token>("shared_rows", {N, H}, &Step::shared_rows).When(kWithShared),
+                 Arg<Token>("residual", {n, H}, &Step::residual).Optional(),
+                 Arg<F32>("entry_weights", {n, K}, &Step::entry_weights).Shows(kWithEntryWeights),
+                 Arg<Token>("shared_rows", {N, H}, &Step::shared_rows).Shows(kWithShared),
                  Arg<I32>("shared_part", {2}, &Step::shared_part).When(kWithShared));
 };
 
@@ -200,8 +210,7 @@ struct CombineUnpackCall : WireCall<CombineUnpackStep> {
   static constexpr auto kResults =
       std::tuple(Ret<Token>("output", {n, H}, &Step::output),
                  Ret<F32>("weight_grads", {n, K}, &Step::weight_grads).Shows(kWithWeightGrads, 1));
-  static constexpr auto kAttributes =
-      std::tuple(kKey, kWithResidual, kByEntry, kWithEntryWeights, kWithShared, kCombineDtype);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kKey), kCombineOptions);
 
   void Size(Checker& check) {
     CheckCombineOptions(check, *this);

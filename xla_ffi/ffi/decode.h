@@ -26,6 +26,7 @@ struct View {
   Dims dims;
   void* data = nullptr;
   std::array<int64_t, 2> counted{};  // memory of `dims` where several dimensions count as one
+  bool omitted = false;
 };
 
 // Returns -1, which is no size, if the product overflows.
@@ -66,11 +67,8 @@ class TableDecoder {
   void HoldShape(const BufferRow& row, View& view);
 
   bool IsSet(const Flag& flag) const { return flag.name != nullptr && call_.*flag.target; }
-  bool IsOmitted(const BufferRow& row) const {
-    return row.given.name != nullptr && !IsSet(row.given);
-  }
-  const Shape& ShapeOf(const BufferRow& row) const {
-    return IsOmitted(row) ? row.omitted : IsSet(row.when) ? row.other : row.shape;
+  const Shape& ShapeOf(const BufferRow& row, const View& view) const {
+    return view.omitted ? row.omitted : IsSet(row.when) ? row.other : row.shape;
   }
   std::string ShapeText(const Shape& shape) const {
     std::array<int64_t, std::tuple_size_v<decltype(shape.terms)>> sizes{};
@@ -141,10 +139,13 @@ inline void TableDecoder::InferSizes(const BufferRow& row, View& view) {
     view.counted[0] = CountOf(view.dims);
     view.dims = Dims(view.counted.data(), 1);
   }
-  if (row.shown_by >= 0 && view.dims.size() == row.shape.rank) {
-    call_.*row.given.target = view.dims[static_cast<size_t>(row.shown_by)] != 0;
+  if (row.shown_by < 0) {
+    view.omitted = row.given.name != nullptr && !IsSet(row.given);
+  } else if (view.dims.size() == row.shape.rank) {
+    view.omitted = view.dims[static_cast<size_t>(row.shown_by)] == 0;
+    if (row.given.target != nullptr) call_.*row.given.target = !view.omitted;
   }
-  const Shape& shape = ShapeOf(row);
+  const Shape& shape = ShapeOf(row, view);
   if (view.dims.size() != shape.rank) {
     return check_.Fail(row.title() + " must have " + std::to_string(shape.rank) +
                        " dimensions, got " + DimsText(view.dims));
@@ -160,7 +161,7 @@ inline void TableDecoder::HoldShape(const BufferRow& row, View& view) {
     if (CountOf(view.dims) <= 0) check_.Fail(row.title() + " must have an element, got none");
     return;
   }
-  const Shape& shape = ShapeOf(row);
+  const Shape& shape = ShapeOf(row, view);
   for (size_t d = 0; d < shape.rank; ++d) {
     const int64_t size = call_.sizes.Of(shape.terms[d]);
     const bool may_be_longer = row.form == Form::kLonger && d + 1 == shape.rank;
@@ -169,7 +170,7 @@ inline void TableDecoder::HoldShape(const BufferRow& row, View& view) {
                        (row.form == Form::kLonger ? " or longer" : "") + ", got " +
                        DimsText(view.dims));
   }
-  if (IsOmitted(row)) view.data = nullptr;
+  if (view.omitted) view.data = nullptr;
   if (row.in_place_of == nullptr || CountOf(view.dims) == 0) return;
   for (size_t i = 0; i < rows_.size() && !rows_[i].result; ++i) {
     if (std::string_view(rows_[i].name) != row.in_place_of || views_[i].data == view.data) continue;
@@ -199,16 +200,13 @@ inline void TableDecoder::Unpack(size_t first, const View& all) {
 
 // ---- Shapes and steps ---------------------------------------------------------------------------
 
-// Looks up the attributes `format` and `scale_layout`, which choose among shapes.
+// Looks up the format, which chooses among shapes as `scale_layout` does.
 inline void LookUpFormat(Checker& check, CallState& call) {
   call.encoding = Encoding::Of(check, call.format);
   call.quantized = call.encoding.quantized;
   call.plain = !call.quantized;
-  call.tiled = call.scale_layout == "tiled_128x4";
-  call.columns = call.scale_layout == "columns";
-  if (!call.tiled && !call.columns && call.scale_layout != "rows") {
-    check.Fail("unknown scale_layout " + std::string(call.scale_layout));
-  }
+  call.tiled = call.scale_layout == ScaleLayout::kTiled128x4;
+  call.columns = call.scale_layout == ScaleLayout::kColumns;
   check.Require(!call.tiled || call.encoding.tiles, "the format must have scales that tiles take");
   check.Require(!call.columns || call.encoding.columns,
                 "the format must have scales that columns take");
@@ -246,18 +244,20 @@ inline EpShape ShapeOf(const CallState& call) {
           .expert_alignment = call.expert_alignment};
 }
 
-// Sets what a combine's sums travel as. `wire` is a dtype, or a format as WireName reads it.
+// Sets what a combine's sums travel as, by the name of a dtype or a format.
 template <typename Step>
-void SetWire(Checker& check, std::string_view wire, Step& step) {
-  const auto [name, input_scale] = WireName::Of(wire);
-  if constexpr (requires { step.input_scale; }) step.input_scale = input_scale;
+void SetWire(Checker& check, const CallState& call, Step& step) {
+  const std::string_view name = call.combine_dtype;
+  if constexpr (requires { step.input_scale; }) {
+    step.input_scale = call.gradients ? kOfGradients : kNoInputScale;
+  }
   step.quantized = WireFormatNumber(name);
   step.wire = name == "bfloat16"  ? ElementType::kBFloat16
               : name == "float16" ? ElementType::kFloat16
                                   : ElementType::kFloat32;
   if (step.quantized == 0) {
     if (step.wire == ElementType::kFloat32 && name != "float32") {
-      check.Fail("unknown combine_dtype " + std::string(wire));
+      check.Fail("unknown combine_dtype " + std::string(name));
     }
     return;
   }
@@ -275,15 +275,12 @@ void FillStep(Checker& check, const CallState& call, Step& step) {
   if constexpr (requires { step.element; }) step.element = call.element;
   if constexpr (requires { step.out_element; }) DecodeElement(call.out_dtype, step.out_element);
   if constexpr (requires { step.site; }) step.site = call.site;
-  if constexpr (requires { step.zero_tail; }) step.zero_tail = call.zero_tail;
-  if constexpr (requires { step.by_entry; }) step.by_entry = call.by_entry;
   if constexpr (requires { step.num_weights; }) step.num_weights = call.num_weights();
-  if constexpr (requires { step.scale_layout; }) {
-    step.scale_layout = call.tiled     ? ScaleLayout::kTiled128x4
-                        : call.columns ? ScaleLayout::kColumns
-                                       : ScaleLayout::kRows;
+  if constexpr (std::is_base_of_v<DispatchOptions, Step>) {
+    static_cast<DispatchOptions&>(step) = call;
   }
-  if constexpr (requires { step.wire; }) SetWire(check, call.combine_dtype, step);
+  if constexpr (std::is_base_of_v<CombineOptions, Step>) static_cast<CombineOptions&>(step) = call;
+  if constexpr (requires { step.wire; }) SetWire(check, call, step);
 }
 
 template <typename Call, typename Member>
@@ -329,7 +326,7 @@ ffi::Error Decode(Call& call, Values&... values) {
   Checker check(Call::kTarget);
 
   ForEachIndex<kSize<Call::kAttributes>>([&]<size_t i>() {
-    std::get<i>(Call::kAttributes).Store(call, std::get<kFirstAttribute + i>(given));
+    std::get<i>(Call::kAttributes).Store(check, call, std::get<kFirstAttribute + i>(given));
   });
   if constexpr (Call::kFormatted) LookUpFormat(check, call);
   if (!check.ok()) return check.error();

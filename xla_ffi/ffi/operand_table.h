@@ -11,6 +11,7 @@
 //   };
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +24,7 @@
 
 #include "ffi/checker.h"
 #include "ffi/encoding.h"
+#include "protocol/options.h"
 
 namespace jax_ep::ffi_layer {
 
@@ -82,15 +84,16 @@ class Sizes {
 // ---- Calls and their attributes -----------------------------------------------------------------
 
 // What a call has besides its step: attributes, and what follows from them and from the buffers.
-struct CallState {
+// FillStep copies options into the step.
+struct CallState : DispatchOptions, CombineOptions {
   int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
-  bool in_halves = false, zero_tail = false, weighted = false, with_weight_grads = false;
-  bool with_residual = false, by_entry = false, with_entry_weights = false, with_shared = false;
+  bool in_halves = false;
+  bool gradients = false;   // the rows that a combine sends are gradients
   bool coded = false;       // tokens come as codes and scales
   bool scaled = false;      // rows have scales
   bool keep = false;        // gate and up are a result
   bool transposed = false;  // the transposed codes of matrices are a result
-  std::string_view format, scale_layout = "rows", combine_dtype, out_dtype;
+  std::string_view format, combine_dtype, out_dtype;
   // Of a router.
   bool with_bias = false;
   int64_t num_groups = 1, top_groups = 1, best_of_group = 1;
@@ -98,6 +101,9 @@ struct CallState {
   std::string_view score;
 
   bool with_weights = false;              // weights travel along a route
+  bool with_weight_grads = false;         // weight gradients travel with a combine's rows
+  bool with_entry_weights = false;        // a combine weights rows at the source
+  bool with_shared = false;               // it adds a shared expert's rows
   bool quantized = false, plain = false;  // whether the format has scales, or not
   bool tiled = false;                     // scales lie in tiles
   bool columns = false;                   // scales lie in columns
@@ -130,7 +136,8 @@ struct Call : CallState {
   void Finish() {}
 };
 
-// `Target` is a member of CallState, or the dimension whose size the attribute is.
+// `Target` is a member of CallState, or the dimension whose size the attribute is. The attribute of
+// an enumeration is one of its words.
 template <typename ValueType, typename Target>
 struct AttributeRow {
   using Value = ValueType;
@@ -142,17 +149,25 @@ struct AttributeRow {
   auto Bind(Binding&& binding) const {
     return std::move(binding).template Attr<Value>(name);
   }
-  void Store(CallState& call, Value value) const {
+  void Store(Checker& check, CallState& call, Value value) const {
     if constexpr (std::is_same_v<Target, Dim>) {
       call.sizes.Set(target, value);
-    } else {
+    } else if constexpr (requires { call.*target = value; }) {
       call.*target = value;
+    } else {
+      using Member = std::remove_reference_t<decltype(call.*target)>;
+      const auto& words = kWordsOf<Member>;
+      const auto word = std::find(words.begin(), words.end(), value);
+      if (word == words.end()) return check.Fail("unknown " + (name + (" " + std::string(value))));
+      call.*target = static_cast<Member>(word - words.begin());
     }
   }
 };
-template <typename Value>
-constexpr auto Attr(const char* name, Value CallState::* member) {
-  return AttributeRow<Value, Value CallState::*>{name, member};
+// `State` is CallState or a struct of options.
+template <typename Member, typename State>
+constexpr auto Attr(const char* name, Member State::* member) {
+  using Value = std::conditional_t<std::is_enum_v<Member>, std::string_view, Member>;
+  return AttributeRow<Value, Member CallState::*>{name, member};
 }
 constexpr auto Attr(const char* name, Dim dim) { return AttributeRow<int64_t, Dim>{name, dim}; }
 
@@ -165,24 +180,30 @@ inline constexpr auto kLocalExperts = Attr("local_experts", Dim::G);
 inline constexpr auto kExpertAlignment = Attr("expert_alignment", &CallState::expert_alignment);
 inline constexpr auto kZeroTail = Attr("zero_tail", &CallState::zero_tail);
 inline constexpr auto kFormat = Attr("format", &CallState::format);
-inline constexpr auto kScaleLayout = Attr("scale_layout", &CallState::scale_layout);
-inline constexpr auto kWeighted = Attr("weighted", &CallState::weighted);
-inline constexpr auto kWithWeightGrads = Attr("with_weight_grads", &CallState::with_weight_grads);
-inline constexpr auto kWithResidual = Attr("with_residual", &CallState::with_residual);
-inline constexpr auto kByEntry = Attr("by_entry", &CallState::by_entry);
-inline constexpr auto kWithEntryWeights =
-    Attr("with_entry_weights", &CallState::with_entry_weights);
-inline constexpr auto kWithShared = Attr("with_shared", &CallState::with_shared);
 inline constexpr auto kCoded = Attr("coded", &CallState::coded);
 inline constexpr auto kScaled = Attr("scaled", &CallState::scaled);
 inline constexpr auto kKeep = Attr("keep", &CallState::keep);
 inline constexpr auto kTransposed = Attr("transposed", &CallState::transposed);
 inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
+inline constexpr auto kGradients = Attr("gradients", &CallState::gradients);
+
+// What all dispatches that route take, and all combines.
+#define JAX_EP_ATTRIBUTE(Type, name) , Attr(#name, &CallState::name)
+inline constexpr auto kDispatchOptions =
+    std::tuple(kExpertAlignment JAX_EP_DISPATCH_OPTIONS(JAX_EP_ATTRIBUTE));
+inline constexpr auto kCombineOptions =
+    std::tuple(kCombineDtype, kGradients JAX_EP_COMBINE_OPTIONS(JAX_EP_ATTRIBUTE));
+#undef JAX_EP_ATTRIBUTE
 
 // Shapes may depend on a flag: a bool among the attributes, or one of these, which follow from
 // others.
 using Flag = AttributeRow<bool, bool CallState::*>;
+inline constexpr Flag kByEntry = Attr("by_entry", &CallState::by_entry);
+inline constexpr Flag kWithWeightGrads = Attr("with_weight_grads", &CallState::with_weight_grads);
+inline constexpr Flag kWithEntryWeights =
+    Attr("with_entry_weights", &CallState::with_entry_weights);
+inline constexpr Flag kWithShared = Attr("with_shared", &CallState::with_shared);
 inline constexpr Flag kWithWeights = Attr("with_weights", &CallState::with_weights);
 inline constexpr Flag kQuantized = Attr("quantized", &CallState::quantized);
 inline constexpr Flag kPlain = Attr("plain", &CallState::plain);
@@ -237,8 +258,9 @@ struct BufferRow {
   bool result;
   Shape shape;
   Form form = Form::kExact;
-  // For a buffer that may be omitted: whether it is given, and the shape, without elements, of the
-  // buffer that is passed in its place. XLA requires as many buffers in every call.
+  // For a buffer that may be omitted: what says that it is given, and the shape, without elements,
+  // of the buffer that is passed in its place. XLA requires as many buffers in every call. Without
+  // a target the flag is only a name, for Python.
   Flag given{};
   Shape omitted{};
   // If no attribute but the buffer itself sets `given`: the dimension that is 0 in an omitted one.
@@ -273,6 +295,8 @@ struct Row {
   constexpr Row Shows(Flag flag, size_t dim = 0) const {
     return When(flag, dim).With([&](BufferRow& made) { made.shown_by = static_cast<int8_t>(dim); });
   }
+  // The same if nothing else asks whether the buffer is given.
+  constexpr Row Optional(size_t dim = 0) const { return Shows(Flag{row.name, nullptr}, dim); }
   constexpr Row If(Flag flag, Shape other) const { return If(flag, other, row.kind); }
   constexpr Row If(Flag flag, Shape other, Kind kind) const {
     return With(

@@ -91,7 +91,7 @@ struct DispatchCall : RoutedWindowCall {
   static constexpr auto kOperands = kSentRows;
   static constexpr auto kResults = std::tuple_cat(ArrivalRows::kRows, kTableRows);
   static constexpr auto kAttributes =
-      std::tuple(kKey, kSite, kExpertAlignment, kZeroTail, kCoded, kFormat, kScaleLayout);
+      std::tuple_cat(std::tuple(kKey, kSite, kCoded, kFormat), kDispatchOptions);
 };
 
 struct DispatchCachedCall : WindowedCall<DispatchCachedStep, CallKind::kDispatch> {
@@ -109,12 +109,14 @@ struct DispatchCachedCall : WindowedCall<DispatchCachedStep, CallKind::kDispatch
   static constexpr auto kAttributes = std::tuple(kKey, kSite, kZeroTail, kFormat);
 
   void Size(Checker&) { message_bytes = DispatchCachedMessageOf(*this).bytes; }
+  void Finish() { step.zero_tail = zero_tail; }
 };
 
 // ---- Combines -----------------------------------------------------------------------------------
 
 // With `by_entry` slots are like those of tokens with one row each.
 struct SummingWindowCall : WindowedCall<CombineStep, CallKind::kCombine> {
+  using Rows = CombineRows<Step>;
   static constexpr auto kDone = Ret<I32>("done", {1}, &Step::done);
 
   void Size(Checker& check) {
@@ -126,19 +128,13 @@ struct SummingWindowCall : WindowedCall<CombineStep, CallKind::kCombine> {
 struct CombineCall : SummingWindowCall {
   static constexpr const char* kTarget = "ep_combine";
   static constexpr auto kOperands = std::tuple_cat(
-      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::router_weights).When(kWeighted),
-                 Arg<F32>("weight_grads", {N}, &Step::weight_grads).When(kWithWeightGrads),
-                 Arg<I32>("row_of", {R, n, K}, &Step::row_of).If(kByEntry, {R, n * K, 1}),
-                 Arg<I32>("slot_counts", {R}, &Step::slot_counts)),
+      Rows::kRows, std::tuple(Rows::kWeightGrads, Rows::kRowOf.If(kByEntry, {R, n * K, 1})),
       SumRows<Step>::kRows, std::tuple(kAfter));
   static constexpr auto kResults = std::tuple(
       Ret<Token>("output", {n, H}, &Step::output),
       Ret<F32>("weight_grads", {n, K}, &Step::output_weight_grads).When(kWithWeightGrads, 1),
       kDone);
-  static constexpr auto kAttributes =
-      std::tuple(kKey, kSite, kWeighted, kWithWeightGrads, kWithResidual, kByEntry,
-                 kWithEntryWeights, kWithShared, kCombineDtype);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kKey, kSite), kCombineOptions);
 };
 
 // ---- Halves -------------------------------------------------------------------------------------
@@ -147,8 +143,8 @@ struct DispatchSendCall : RoutedWindowCall, Half {
   static constexpr const char* kTarget = "ep_dispatch_send";
   static constexpr auto kOperands = kSentRows;
   static constexpr auto kResults = std::tuple_cat(std::tuple(kPendingResult), kTableRows);
-  static constexpr auto kAttributes =
-      std::tuple(kKey, kSite, kRanks, kLocalExperts, kCoded, kFormat);
+  static constexpr auto kAttributes = std::tuple_cat(
+      std::tuple(kKey, kSite, kRanks, kLocalExperts, kCoded, kFormat), kDispatchOptions);
 };
 
 struct DispatchRecvCall : RoutedWindowCall, Half {
@@ -156,19 +152,14 @@ struct DispatchRecvCall : RoutedWindowCall, Half {
   static constexpr auto kOperands =
       std::tuple(kPendingOperand, Arg<Token>("tokens", {n, H}, &Step::tokens).When(kPlain), kAfter);
   static constexpr auto kResults = ArrivalRows::kRows;
-  static constexpr auto kAttributes =
-      std::tuple(kKey, kExpertAlignment, kZeroTail, kFormat, kScaleLayout);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kKey, kFormat), kDispatchOptions);
 };
 
 struct CombineSendCall : SummingWindowCall, Half {
   static constexpr const char* kTarget = "ep_combine_send";
-  static constexpr auto kOperands =
-      std::tuple(Arg<Token>("expert_out", {N, H}, &Step::expert_out),
-                 Arg<F32>("router_weights", {N}, &Step::router_weights).When(kWeighted),
-                 Arg<I32>("row_of", {R, n, K}, &Step::row_of),
-                 Arg<I32>("slot_counts", {R}, &Step::slot_counts), kAfter);
+  static constexpr auto kOperands = std::tuple_cat(Rows::kRows, std::tuple(Rows::kRowOf, kAfter));
   static constexpr auto kResults = std::tuple(kPendingResult, kDone);
-  static constexpr auto kAttributes = std::tuple(kKey, kSite, kWeighted, kByEntry, kCombineDtype);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kKey, kSite), kCombineOptions);
 
   void Size(Checker& check) {
     check.Require(!by_entry || shape.top_k == 1,
@@ -182,8 +173,7 @@ struct CombineRecvCall : SummingWindowCall, Half {
   static constexpr auto kOperands =
       std::tuple_cat(std::tuple(kPendingOperand), SumRows<Step>::kRows, std::tuple(kAfter));
   static constexpr auto kResults = std::tuple(Ret<Token>("output", {n, H}, &Step::output), kDone);
-  static constexpr auto kAttributes = std::tuple(kKey, kRanks, kWithResidual, kByEntry,
-                                                 kWithEntryWeights, kWithShared, kCombineDtype);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kKey, kRanks), kCombineOptions);
 };
 
 // First halves that run where XLA runs its collectives, beside other work. They must not be

@@ -21,21 +21,6 @@ struct FirstOf {
 using CombineFormat = FirstOf<void JAX_EP_WIRE_FORMATS(JAX_EP_NEXT)>::type;
 #undef JAX_EP_NEXT
 
-// Follows the name of a wire format if the sums are gradients.
-inline constexpr std::string_view kGradientsSuffix = " of gradients";
-
-// The name without that suffix, and what the format takes as its input_scale.
-struct WireName {
-  std::string_view name;
-  float input_scale;
-
-  static WireName Of(std::string_view name) {
-    if (!name.ends_with(kGradientsSuffix)) return {name, kNoInputScale};
-    name.remove_suffix(kGradientsSuffix.size());
-    return {name, kOfGradients};
-  }
-};
-
 // Returns a step's `quantized`: the number of the wire format in the registry, counted from 1, or 0
 // for elements.
 inline int32_t WireFormatNumber(std::string_view name) {

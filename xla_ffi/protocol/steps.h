@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "protocol/options.h"
 #include "protocol/region_tag.h"
-#include "protocol/scale_tiles.h"
 #include "protocol/shape.h"
 
 namespace jax_ep {
@@ -55,7 +55,7 @@ struct MixedCallCheck {
 };
 
 // route + encode: tokens -> one region per destination rank.
-struct DispatchPackStep {
+struct DispatchPackStep : DispatchOptions {
   EpShape shape;
   ElementType element;
   const void* tokens;        // [n, H], or codes [n, payload] if `token_scales` is set
@@ -91,10 +91,8 @@ struct Arrivals {
 };
 
 // place: one region per source rank -> rows and the expert rank's tables.
-struct DispatchUnpackStep : Arrivals {
+struct DispatchUnpackStep : Arrivals, DispatchOptions {
   EpShape shape;
-  bool zero_tail;
-  ScaleLayout scale_layout;
   const uint8_t* recv;  // [R, region]
   int32_t* row_base;    // [R, L] first row of each (source, local expert), not clamped to N
   // The results of the pack. They change only if calls were mixed up.
@@ -128,19 +126,34 @@ struct DispatchCachedUnpackStep {
   MixedCallCheck check{};
 };
 
+// The operands of a combine at the expert rank, as in jax_ep/_transport/base.py.
+struct CombineInputs {
+  const void* expert_out = nullptr;       // [N, H]
+  const float* router_weights = nullptr;  // [N], nullptr = 1
+  const float* weight_grads = nullptr;    // [N], unused without weight gradients
+  const int32_t* row_of = nullptr;        // [R, n, K]; in CombineStep, by_entry, [R, n * K, 1]
+  const int32_t* slot_counts = nullptr;   // [R], slots received from each source
+};
+
+// Those at the source rank.
+struct SumInputs {
+  const int32_t* slot_of = nullptr;      // [n, K], the slot or, by_entry, the message of each entry
+  const void* residual = nullptr;        // [n, H] or nullptr
+  const float* entry_weights = nullptr;  // [n, K] with by_entry, nullptr = 1
+  const void* shared_rows = nullptr;     // [N, H] or nullptr
+  // [2]: the first token with a row in shared_rows, and how many tokens have one. Their rows come
+  // first there.
+  const int32_t* shared_part = nullptr;
+};
+
 // reduce at the expert rank: rows -> one sum per slot.
-struct CombinePackStep {
+struct CombinePackStep : CombineInputs, CombineOptions {
   EpShape shape;
-  ElementType element;          // of expert_out
-  ElementType wire;             // of the sums
-  int32_t quantized;            // 0, or the wire format of the sums: formats/combine_wire.h
-  int64_t num_weights;          // K if weight gradients travel, else 0
-  const void* expert_out;       // [N, H]
-  const float* router_weights;  // [N], nullptr = 1
-  const float* weight_grads;    // [N], unused without weight gradients
-  const int32_t* row_of;        // [R, n, K]
-  const int32_t* slot_counts;   // [R]
-  uint8_t* send;                // [R, CombineRegion]
+  ElementType element;  // of expert_out
+  ElementType wire;     // of the sums
+  int32_t quantized;    // 0, or the wire format of the sums: formats/combine_wire.h
+  int64_t num_weights;  // K if weight gradients travel, else 0
+  uint8_t* send;        // [R, CombineRegion]
   RegionTag tag{};
   float input_scale = 1.0f;  // kNoInputScale or kOfGradients
 };
@@ -148,23 +161,15 @@ struct CombinePackStep {
 // reduce at the source: the ranks' sums, in ascending order of ranks -> tokens. With `by_entry`
 // each row has come in a message of its own, and the rows are weighted and added here in k order.
 // The shared expert's row is added last.
-struct CombineUnpackStep {
+struct CombineUnpackStep : SumInputs, CombineOptions {
   EpShape shape;
   ElementType element;  // of output and residual
   ElementType wire;
   int32_t quantized;
   int64_t num_weights;
-  const uint8_t* recv;     // [R, CombineRegion]
-  const int32_t* slot_of;  // [n, K]
-  const void* residual;    // [n, H] or nullptr
-  void* output;            // [n, H]
-  float* weight_grads;     // [n, num_weights]
-  bool by_entry = false;   // regions have n * K slots, and slot_of is the message of each entry
-  const float* entry_weights = nullptr;  // [n, K] with by_entry, nullptr = 1
-  const void* shared_rows = nullptr;     // [N, H] or nullptr
-  // [2]: the first token with a row in shared_rows, and how many tokens have one. Their rows come
-  // first there.
-  const int32_t* shared_part = nullptr;
+  const uint8_t* recv;  // [R, CombineRegion]; by_entry its regions have n * K slots
+  void* output;         // [n, H]
+  float* weight_grads;  // [n, num_weights]
   MixedCallCheck check{};
 
   // Slots of one rank; messages() is the number for all ranks.

@@ -12,11 +12,9 @@ namespace jax_ep {
 using CallSite = int64_t;
 
 // route + encode + exchange + place.
-struct DispatchStep : Arrivals {
+struct DispatchStep : Arrivals, DispatchOptions {
   EpShape shape;
-  bool zero_tail;
   ElementType element;
-  ScaleLayout scale_layout;
   CallSite site;
   const void* tokens;                     // [n, H], or codes [n, payload] if `token_scales` is set
   const int32_t* ids;                     // [n, K]
@@ -49,30 +47,18 @@ struct DispatchCachedStep {
   bool zero_tail = true;
 };
 
-// reduce + exchange + reduce. With `by_entry` rows travel one by one, as tokens with one entry, and
-// are weighted at the source. CombineUnpackStep explains the other options.
-struct CombineStep {
+// reduce + exchange + reduce. With `by_entry` rows travel as tokens with one entry.
+struct CombineStep : CombineInputs, SumInputs, CombineOptions {
   EpShape shape;
   CallSite site;
-  ElementType element;          // of expert_out, residual and output
-  ElementType wire;             // of the sums that travel
-  int32_t quantized;            // 0, or the wire format of the sums: formats/combine_wire.h
-  int64_t num_weights;          // K if weight gradients travel, else 0
-  const void* expert_out;       // [N, H]
-  const float* router_weights;  // [N], nullptr = 1
-  const float* weight_grads;    // [N], unused without weight gradients
-  const int32_t* row_of;        // [R, n, K], by_entry [R, n * K, 1]
-  const int32_t* slot_counts;   // [R], slots received from each source
-  const int32_t* slot_of;       // [n, K], the slot or, by_entry, the message of each entry
-  const void* residual;         // [n, H] or nullptr
-  void* output;                 // [n, H]
-  float* output_weight_grads;   // [n, num_weights]
-  int32_t* done;                // [1], as above
-  bool by_entry = false;
-  const float* entry_weights = nullptr;
-  const void* shared_rows = nullptr;
-  const int32_t* shared_part = nullptr;
-  float input_scale = 1.0f;  // kNoInputScale or kOfGradients
+  ElementType element;         // of expert_out, residual and output
+  ElementType wire;            // of the sums that travel
+  int32_t quantized;           // 0, or the wire format of the sums: formats/combine_wire.h
+  int64_t num_weights;         // K if weight gradients travel, else 0
+  void* output;                // [n, H]
+  float* output_weight_grads;  // [n, num_weights]
+  int32_t* done;               // [1], as above
+  float input_scale = 1.0f;    // kNoInputScale or kOfGradients
 
   bool has_options() const { return by_entry || shared_rows != nullptr; }
   // The most that one rank sends another.

@@ -70,8 +70,15 @@ CustomCall MakeCall(DispatchPackCall*, const FuzzSizes& s, FuzzInput&) {
   call.Add("-> slot_of", ffi::S32, {s.n, s.K});
   call.Add("-> position", ffi::S32, {s.n, s.K});
   call.Add("-> num_invalid", ffi::S32, {1});
-  call.attributes = {{"key", int64_t{7}},        {"site", int64_t{5}}, {"in_halves", false},
-                     {"num_experts", s.R * s.L}, {"coded", coded},     {"format", s.format}};
+  call.attributes = {{"key", int64_t{7}},
+                     {"site", int64_t{5}},
+                     {"in_halves", false},
+                     {"num_experts", s.R * s.L},
+                     {"coded", coded},
+                     {"format", s.format},
+                     {"expert_alignment", int64_t{1}},
+                     {"zero_tail", true},
+                     {"scale_layout", std::string("rows")}};
   return call;
 }
 
@@ -159,16 +166,16 @@ std::pair<std::string, int64_t> Sums(const FuzzSizes& s, int64_t weights, FuzzIn
 
 CustomCall MakeCall(CombinePackCall*, const FuzzSizes& s, FuzzInput& input) {
   CustomCall call;
-  const bool weighted = input.Flag(), grads = input.Flag();
+  const bool weighted = input.Flag(), grads = s.N > 0 && input.Flag();
   const auto [wire, message] = Sums(s, grads ? s.K : 0, input);
   call.Add("expert_out", s.dtype, {s.N, s.H});
   call.Add("router_weights", ffi::F32, {weighted ? s.N : 0});
+  call.Add("slot_counts", ffi::S32, {s.R});
   call.Add("weight_grads", ffi::F32, {grads ? s.N : 0});
   call.Add("row_of", ffi::S32, {s.R, s.n, s.K});
-  call.Add("slot_counts", ffi::S32, {s.R});
   call.Add("-> send", ffi::U32, s.Wire(CombineRegion::Of(s.n, message).bytes));
-  call.attributes = {{"key", int64_t{7}},    {"site", int64_t{5}},         {"in_halves", false},
-                     {"weighted", weighted}, {"with_weight_grads", grads}, {"combine_dtype", wire}};
+  call.attributes = {{"key", int64_t{7}},     {"site", int64_t{5}}, {"in_halves", false},
+                     {"combine_dtype", wire}, {"gradients", false}, {"by_entry", false}};
   return call;
 }
 
@@ -186,9 +193,8 @@ CustomCall MakeCall(CombineUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   call.Add("shared_part", ffi::S32, {shared ? 2 : 0});
   call.Add("-> output", s.dtype, {s.n, s.H});
   call.Add("-> weight_grads", ffi::F32, {s.n, weights});
-  call.attributes = {{"key", int64_t{7}},     {"with_residual", residual},
-                     {"by_entry", by_entry},  {"with_entry_weights", weighted},
-                     {"with_shared", shared}, {"combine_dtype", wire}};
+  call.attributes = {
+      {"key", int64_t{7}}, {"combine_dtype", wire}, {"gradients", false}, {"by_entry", by_entry}};
   return call;
 }
 
