@@ -116,9 +116,9 @@ CustomCall MakeCall(DispatchUnpackCall*, const FuzzSizes& s, FuzzInput& input) {
   call.Add("-> num_invalid", ffi::S32, {1});
   const int64_t alignment = input.Flag() ? 1 : input.In(1, 130);
   call.attributes = {{"key", int64_t{7}},
+                     {"format", s.format},
                      {"expert_alignment", alignment},
                      {"zero_tail", input.Flag()},
-                     {"format", s.format},
                      {"scale_layout", std::string(tiled     ? "tiled_128x4"
                                                   : columns ? "columns"
                                                             : "rows")}};
