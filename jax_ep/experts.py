@@ -17,6 +17,7 @@ codes of the weights, which `quantize_weights` makes (docs/fp8.md).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,7 +27,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep._core import checks, errors, threads
-from jax_ep._experts import biases, of_quantized, of_rows, select
+from jax_ep._core.arrays import as_array
+from jax_ep._experts import biases, grouped, of_quantized, of_rows, select
 from jax_ep._experts.activations import Activation as Activation
 from jax_ep._experts.interface import Case
 from jax_ep._experts.of_quantized import prepare as prepare
@@ -34,11 +36,33 @@ from jax_ep._experts.of_quantized import quantize_weights as quantize_weights
 from jax_ep._experts.of_rows import Padded as Padded
 from jax_ep._experts.quantized import QuantizedWeights as QuantizedWeights
 
+__all__ = [
+    "Padded",
+    "QuantizedWeights",
+    "add_bias",
+    "auto",
+    "auto_is_hopper",
+    "fp8",
+    "geglu",
+    "grouped_matmul",
+    "hopper",
+    "hopper_obstacle",
+    "portable",
+    "prepare",
+    "quantize_weights",
+    "ragged_dot",
+    "ragged_dot_is_dense",
+    "relu_squared",
+    "swiglu_clamped",
+    "takes_dispatched",
+]
+
 _Marked = TypeVar("_Marked", bound=Callable[..., Any])
 
 auto = of_rows.Auto()
 ragged_dot = of_rows.RaggedDot()
 hopper = of_rows.Hopper()
+portable = of_rows.Portable()
 fp8 = of_quantized.Fp8()
 
 
@@ -63,6 +87,107 @@ def takes_dispatched(experts: _Marked) -> _Marked:
     return experts
 
 
+@dataclasses.dataclass(frozen=True)
+class _SwigluClamped:
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+def swiglu_clamped(alpha: float = 1.702, limit: float = 7.0) -> Activation:
+    """Returns the activation of gpt-oss, for `activation=`.
+
+    With g = min(gate, limit) and u = clip(up, -limit, limit) it is
+    `g * sigmoid(alpha * g) * (u + 1)`. The results of equal arguments are equal.
+
+    Args:
+        alpha: factor in the sigmoid.
+        limit: bound of gate, and of the magnitude of up.
+    """
+    return _SwigluClamped(alpha, limit)
+
+
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation gelu(gate) * up for `activation=`, gelu by tanh."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def relu_squared(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation relu(gate)^2 * up, for `activation=`."""
+    return jnp.square(jax.nn.relu(gate)) * up
+
+
+def grouped_matmul(
+    rows: jax.Array,
+    matrices: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Multiplies the rows of each group by the group's matrix, on any device.
+
+    It is what `auto` multiplies by: kernels on GPUs of compute capability 8.0 and
+    newer, a loop over tiles of rows on CPUs. Its cost follows the rows that groups
+    hold. It has reverse-mode derivatives of any order and works under `vmap`.
+
+    Unlike with `jax.lax.ragged_dot`, rows past the groups may hold anything, even NaN,
+    their results are unspecified, and their cotangents are ignored. There is no
+    forward-mode derivative.
+
+    Args:
+        rows: `[N, A]`, bfloat16, float16, float32 or float64, grouped.
+        matrices: `[L, A, B]`, or with `transposed` `[L, B, A]`, cast to the dtype of
+            the rows.
+        group_sizes: int32 `[L]`, rows of each group.
+        transposed: whether the matrices have the contracted dimension last.
+        preferred_element_type: dtype of the result: None for that of the rows, or a
+            wider one, to which the sums are not rounded before.
+
+    Returns:
+        `[N, B]`.
+
+    Raises:
+        ValueError, TypeError: while tracing, if shapes or dtypes are not as described.
+    """
+    function = "experts.grouped_matmul"
+    rows = as_array(function, "rows", rows)
+    matrices = as_array(function, "matrices", matrices)
+    group_sizes = as_array(function, "group_sizes", group_sizes)
+    for name, array in (("rows", rows), ("matrices", matrices)):
+        _require_floats(function, name, array)
+    checks.require_dtype(function, "group_sizes", group_sizes, "int32")
+    contracted = matrices.shape[2 if transposed else 1 :][:1]
+    errors.require(
+        rows.ndim == 2
+        and matrices.ndim == 3
+        and group_sizes.shape == matrices.shape[:1]
+        and rows.shape[1:] == contracted,
+        function,
+        "rows, matrices and group_sizes must be [N, A], "
+        f"{'[L, B, A]' if transposed else '[L, A, B]'} and [L]",
+        f"{rows.shape}, {matrices.shape} and {group_sizes.shape}",
+        "pass transposed=True if the matrices have the contracted dimension last"
+        if not transposed and rows.shape[1:] == matrices.shape[2:]
+        else "give them the same groups, and A columns",
+    )
+    case = Case(jax.local_devices()[0], rows.dtype.name)
+    out = jnp.dtype(preferred_element_type or rows.dtype)
+    errors.require(
+        jnp.promote_types(out, rows.dtype) == out,
+        function,
+        f"preferred_element_type must hold {rows.dtype}",
+        out,
+        "leave it out, or cast the result",
+    )
+    products = of_rows.first(case).products(case)
+    return grouped.matmul_to(rows, matrices, group_sizes, products, transposed, out)
+
+
 def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Adds each expert's bias to its rows, for matmuls of your own.
 
@@ -85,15 +210,7 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
     """
     rows, bias, group_sizes = map(jnp.asarray, (rows, bias, group_sizes))
     for name, array in (("rows", rows), ("bias", bias)):
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
-            raise errors.invalid(
-                "experts.add_bias",
-                f"{name} must be bfloat16, float16, float32 or float64",
-                array.dtype,
-                "cast it to the dtype of the tokens",
-                operand=name,
-                kind=TypeError,
-            )
+        _require_floats("experts.add_bias", name, array)
     checks.require_dtype("experts.add_bias", "group_sizes", group_sizes, "int32")
     wanted = (*group_sizes.shape, *rows.shape[1:])
     errors.require(
@@ -103,10 +220,21 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
         f"{rows.shape}, {bias.shape} and {group_sizes.shape}",
         "pass the rows and the biases of this rank's experts",
     )
-    columns = rows.shape[1]
-    case = Case(jax.local_devices()[0], rows.dtype.name, columns, columns)
+    case = Case(jax.local_devices()[0], rows.dtype.name)
     products = of_rows.first(case).products(case)
     return biases.add(rows, bias, group_sizes, products)
+
+
+def _require_floats(function: str, name: str, array: jax.Array) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
+        raise errors.invalid(
+            function,
+            f"{name} must be bfloat16, float16, float32 or float64",
+            array.dtype,
+            "cast it to the dtype of the tokens",
+            operand=name,
+            kind=TypeError,
+        )
 
 
 def auto_is_hopper(
@@ -116,13 +244,13 @@ def auto_is_hopper(
 
     Args:
         dtype: dtype of the rows.
-        hidden_size: H.
-        intermediate_size: F per rank.
+        hidden_size: H, which may be any.
+        intermediate_size: F per rank, which may be any.
         device: the `jax.Device` to run on; None means this process's first.
     """
+    del hidden_size, intermediate_size
     device = device or jax.local_devices()[0]
-    sizes = hidden_size, intermediate_size
-    return hopper.obstacle(Case(device, jnp.dtype(dtype).name, *sizes)) is None
+    return hopper.obstacle(Case(device, jnp.dtype(dtype).name)) is None
 
 
 def hopper_obstacle(
@@ -131,11 +259,12 @@ def hopper_obstacle(
     """Returns "<what hopper needs>, got <what there is>", or None if it can run.
 
     Args:
-        hidden_size: H.
-        intermediate_size: F per rank.
+        hidden_size: H, which may be any.
+        intermediate_size: F per rank, which may be any.
         device: the `jax.Device` to run on; None means this process's first.
     """
-    return select.obstacle(hidden_size, intermediate_size, device)
+    del hidden_size, intermediate_size
+    return select.device_obstacle(device)
 
 
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:

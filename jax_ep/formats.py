@@ -14,20 +14,38 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep._core import errors
 from jax_ep._core.arrays import as_array, cast_remedy, dtype_of
-from jax_ep._core.formats import block as block
-from jax_ep._core.formats import columns as columns
-from jax_ep._core.formats import columns_of_scales as columns_of_scales
-from jax_ep._core.formats import is_quantized as is_quantized
-from jax_ep._core.formats import names as names
-from jax_ep._core.formats import payload_dtype as payload_dtype
-from jax_ep._core.formats import scale_dtype as scale_dtype
-from jax_ep._core.formats import takes_input_scale as takes_input_scale
-from jax_ep._core.formats import tiles_scales as tiles_scales
-from jax_ep._core.formats import wire_names as wire_names
+from jax_ep._core.formats import (
+    block,
+    columns,
+    columns_of_scales,
+    is_quantized,
+    names,
+    payload_dtype,
+    scale_dtype,
+    takes_input_scale,
+    tiles_scales,
+    wire_names,
+)
 from jax_ep._core.literals import DTYPES, Format
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._native import ffi
 from jax_ep._native.loader import cpu as native
+
+__all__ = [
+    "block",
+    "columns",
+    "columns_of_scales",
+    "dequantize",
+    "global_scale",
+    "is_quantized",
+    "names",
+    "payload_dtype",
+    "quantize",
+    "scale_dtype",
+    "takes_input_scale",
+    "tiles_scales",
+    "wire_names",
+]
 
 
 def quantize(

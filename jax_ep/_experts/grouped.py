@@ -1,4 +1,4 @@
-"""Grouped matmuls with derivatives and a vmap rule, by XLA or by kernels for Hopper.
+"""Grouped matmuls with derivatives and a vmap rule, by XLA or by kernels.
 
 A NaN or Inf stays in the group it is in, whatever the implementation.
 """
@@ -27,8 +27,23 @@ def matmul(
     Rows past the last group and their cotangents may hold anything, even NaN; their
     results are unspecified.
     """
-    rows, weights, group_sizes = varied(rows, weights, group_sizes)
-    return fprop(rows, weights, group_sizes, products)
+    return matmul_to(rows, weights, group_sizes, products, False, rows.dtype)
+
+
+def matmul_to(
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    products: Products,
+    transposed: bool,
+    dtype: Any,
+) -> Any:
+    """Does the same with weights of any dtype, to a result of `dtype`.
+
+    `transposed` weights are `[L, B, A]`.
+    """
+    given = varied(rows, weights.astype(rows.dtype), group_sizes)
+    return _matmul(*given, products, transposed, jnp.dtype(dtype))
 
 
 def everywhere(precision: Any = None, device: Any = None) -> Products:
@@ -39,10 +54,15 @@ def everywhere(precision: Any = None, device: Any = None) -> Products:
         device: the `jax.Device` to run on; None means this process's first.
     """
     if precision is None:
-        # getattr, because type checkers do not know the fields of JAX's config.
-        precision = getattr(jax.config, "jax_default_matmul_precision", None)
+        precision = default_precision()
     device = device or jax.local_devices()[0]
     return Tiles(precision) if device.platform == "cpu" else Ragged(precision)
+
+
+def default_precision() -> Any:
+    """Returns `jax.default_matmul_precision`."""
+    # getattr, because type checkers do not know the fields of JAX's config.
+    return getattr(jax.config, "jax_default_matmul_precision", None)
 
 
 def varied(*given: Any) -> Any:
@@ -54,11 +74,11 @@ def varied(*given: Any) -> Any:
 class Products(Protocol):
     """An implementation of the matmuls, without derivatives; hashable."""
 
-    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
-        """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`."""
+    def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`, of this or a wider dtype."""
 
-    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
-        """Multiplies `[N, B]` by the transposed `[L, A, B]` to `[N, A]`."""
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        """Multiplies `[N, B]` by the transposed `[L, A, B]` to `[N, A]`, likewise."""
 
     def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
         """Sums outer products of `[N, A]` and `[N, B]` over groups, to `[L, A, B]`."""
@@ -71,22 +91,118 @@ class Products(Protocol):
         """
 
 
+class Fused(Products, Protocol):
+    """An implementation that also has SwiGLU inside matmuls, of aligned columns."""
+
+    def gate_up(self, rows: Any, matrices: Any, sizes: Any, keep: bool) -> Any:
+        """Applies gate, up and SwiGLU, as `kernels.gate_up` does."""
+
+    def down_dgrad(
+        self, cotangents: Any, matrices: Any, gate_up_rows: Any, sizes: Any
+    ) -> Any:
+        """Computes the backward pass of down and SwiGLU, as `kernels.down_dgrad`."""
+
+    def experts(self, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
+        """Applies both matmuls, with nothing kept for a derivative."""
+
+
 class Hopper(NamedTuple):
     """The kernels for Hopper."""
 
-    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
-        return kernels.fprop(rows, weights, sizes)
+    def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        if dtype != rows.dtype:
+            return Portable(False).fprop(rows, weights, sizes, dtype)
+        out = kernels.fprop(aligned(rows, 1), aligned(weights, 1, 2), sizes)
+        return cut(out, weights.shape[2])
 
-    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
-        return kernels.dgrad(cotangents, weights, sizes)
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        if dtype != cotangents.dtype:
+            return Portable(False).dgrad(cotangents, weights, sizes, dtype)
+        out = kernels.dgrad(aligned(cotangents, 1), aligned(weights, 1, 2), sizes)
+        return cut(out, weights.shape[1])
 
     def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
         # The kernels write either the operands' dtype or the float32 sums.
         out = dtype if dtype == rows.dtype else jnp.float32
-        return kernels.wgrad(rows, cotangents, sizes, out).astype(dtype)
+        found = kernels.wgrad(aligned(rows, 1), aligned(cotangents, 1), sizes, out)
+        found = found if found.shape[1] == rows.shape[1] else found[:, : rows.shape[1]]
+        return cut(found, cotangents.shape[1]).astype(dtype)
 
     def sums(self, values: Any, sizes: Any) -> Any:
         return _sums_of_products(values, sizes, self, kernels.ALIGNED)
+
+    def gate_up(self, rows: Any, matrices: Any, sizes: Any, keep: bool) -> Any:
+        return kernels.gate_up(rows, matrices, sizes, keep)
+
+    def down_dgrad(
+        self, cotangents: Any, matrices: Any, gate_up_rows: Any, sizes: Any
+    ) -> Any:
+        return kernels.down_dgrad(cotangents, matrices, gate_up_rows, sizes)
+
+    def experts(self, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
+        if kernels.is_paired(rows.shape[0], sizes.shape[0]):
+            return kernels.experts(rows, gate_up, down, sizes)
+        h, _ = kernels.gate_up(rows, gate_up, sizes, keep=False)
+        return kernels.fprop(h, down, sizes)
+
+
+class Portable(NamedTuple):
+    """The kernels for GPUs of compute capability 8.0 and newer.
+
+    `exact` says whether float32 is multiplied as such, not rounded to TF32.
+    """
+
+    exact: bool
+
+    def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        given = aligned(rows, 1), aligned(weights, 1, 2), sizes
+        # The kernels write either the operands' dtype or the float32 sums.
+        out = dtype if dtype == rows.dtype else jnp.float32
+        found = kernels.portable_fprop(*given, self.exact, out)
+        return cut(found, weights.shape[2]).astype(dtype)
+
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        given = aligned(cotangents, 1), aligned(weights, 1, 2), sizes
+        out = dtype if dtype == cotangents.dtype else jnp.float32
+        found = kernels.portable_dgrad(*given, self.exact, out)
+        return cut(found, weights.shape[1]).astype(dtype)
+
+    def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
+        out = dtype if dtype == rows.dtype else jnp.float32
+        given = aligned(rows, 1), aligned(cotangents, 1), sizes
+        found = kernels.portable_wgrad(*given, self.exact, out)
+        found = found if found.shape[1] == rows.shape[1] else found[:, : rows.shape[1]]
+        return cut(found, cotangents.shape[1]).astype(dtype)
+
+    def sums(self, values: Any, sizes: Any) -> Any:
+        # Products with ones round float32 values unless they are exact.
+        return _sums_of_products(values, sizes, Portable(True), kernels.ALIGNED)
+
+    def gate_up(self, rows: Any, matrices: Any, sizes: Any, keep: bool) -> Any:
+        return kernels.portable_gate_up(rows, matrices, sizes, keep, self.exact)
+
+    def down_dgrad(
+        self, cotangents: Any, matrices: Any, gate_up_rows: Any, sizes: Any
+    ) -> Any:
+        given = cotangents, matrices, gate_up_rows, sizes
+        return kernels.portable_down_dgrad(*given, self.exact)
+
+    def experts(self, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
+        h, _ = self.gate_up(rows, gate_up, sizes, keep=False)
+        return kernels.portable_fprop(h, down, sizes, self.exact, rows.dtype)
+
+
+def aligned(array: Any, *axes: int) -> Any:
+    """Pads axes with zeros to what kernels take, multiples of `kernels.ALIGNED`."""
+    missing = {axis: -array.shape[axis] % kernels.ALIGNED for axis in axes}
+    if not any(missing.values()):
+        return array
+    return jnp.pad(array, [(0, missing.get(axis, 0)) for axis in range(array.ndim)])
+
+
+def cut(array: Any, columns: int) -> Any:
+    """Returns the first columns, without a copy if these are all."""
+    return array if array.shape[-1] == columns else array[..., :columns]
 
 
 class Ragged(NamedTuple):
@@ -94,14 +210,15 @@ class Ragged(NamedTuple):
 
     precision: Any
 
-    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
-        return self._matmul(rows, weights, sizes, False)
+    def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        return self._matmul(rows, weights, sizes, dtype, False)
 
-    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
-        return self._matmul(cotangents, weights, sizes, True)
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        return self._matmul(cotangents, weights, sizes, dtype, True)
 
     def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
-        sums = self._general(rows, cotangents, sizes, ((0,), (0,)), [])
+        wide = rows.dtype
+        sums = self._general(rows, cotangents, sizes, ((0,), (0,)), [], wide)
         return sums.astype(dtype)
 
     def sums(self, values: Any, sizes: Any) -> Any:
@@ -123,25 +240,44 @@ class Ragged(NamedTuple):
         total = product(jnp.where(finite, values, 0))
         return jnp.where(product((~finite).astype(jnp.bfloat16)) > 0, jnp.nan, total)
 
-    def _matmul(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+    def _matmul(
+        self, rows: Any, weights: Any, sizes: Any, dtype: Any, transposed: bool
+    ) -> Any:
         # 0 * NaN is NaN, so matrices with one are left out, and their rows set to NaN.
         finite = jnp.all(jnp.isfinite(weights), axis=(1, 2))
         weights = jnp.where(finite[:, None, None], weights, 0)
         if transposed:
-            out = self._general(rows, weights, sizes, ((1,), (2,)), [0])
+            out = self._general(rows, weights, sizes, ((1,), (2,)), [0], dtype)
         else:
-            out = jax.lax.ragged_dot(rows, weights, sizes, precision=self.precision)
+            out = jax.lax.ragged_dot(
+                rows,
+                weights,
+                sizes,
+                precision=self.precision,
+                preferred_element_type=dtype,
+            )
         group = jnp.minimum(_groups(sizes, rows.shape[0]), weights.shape[0] - 1)
         return jnp.where(finite[group][:, None], out, jnp.nan)
 
     def _general(
-        self, a: Any, b: Any, sizes: Any, contracting: Any, groups: list[int]
+        self,
+        a: Any,
+        b: Any,
+        sizes: Any,
+        contracting: Any,
+        groups: list[int],
+        dtype: Any,
     ) -> Any:
         dimensions = jax.lax.RaggedDotDimensionNumbers(
             (contracting, ((), ())), [0], groups
         )
         return jax.lax.ragged_dot_general(
-            a, b, sizes, dimensions, precision=self.precision
+            a,
+            b,
+            sizes,
+            dimensions,
+            precision=self.precision,
+            preferred_element_type=dtype,
         )
 
 
@@ -153,11 +289,11 @@ class Tiles(NamedTuple):
 
     precision: Any
 
-    def fprop(self, rows: Any, weights: Any, sizes: Any) -> Any:
-        return self._matmul(rows, weights, sizes, False)
+    def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        return self._matmul(rows, weights, sizes, dtype, False)
 
-    def dgrad(self, cotangents: Any, weights: Any, sizes: Any) -> Any:
-        return self._matmul(cotangents, weights, sizes, True)
+    def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
+        return self._matmul(cotangents, weights, sizes, dtype, True)
 
     def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
         wide = _wide(rows)
@@ -180,7 +316,9 @@ class Tiles(NamedTuple):
     def sums(self, values: Any, sizes: Any) -> Any:
         return _sums_of_products(values, sizes, Tiles(_HIGHEST), 1)
 
-    def _matmul(self, rows: Any, weights: Any, sizes: Any, transposed: bool) -> Any:
+    def _matmul(
+        self, rows: Any, weights: Any, sizes: Any, dtype: Any, transposed: bool
+    ) -> Any:
         # Converted once: XLA would convert all of an array in each step of the loop.
         wide, matrices = rows.astype(_wide(rows)), weights.astype(_wide(rows))
         columns = weights.shape[1 if transposed else 2]
@@ -199,7 +337,7 @@ class Tiles(NamedTuple):
         (padded,) = _padded(tile, wide)
         shape = (padded.shape[0], columns)
         out = _over_tiles(step, rows, sizes, tile, jnp.zeros(shape, wide.dtype))
-        return out[: rows.shape[0]].astype(rows.dtype)
+        return out[: rows.shape[0]].astype(dtype)
 
 
 def _sums_of_products(values: Any, sizes: Any, products: Products, columns: int) -> Any:
@@ -253,40 +391,53 @@ def _groups(sizes: Any, count: int) -> Any:
 
 def fprop(rows: Any, weights: Any, sizes: Any, products: Products) -> Any:
     """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`; operands vary alike."""
-    return _matmul(rows, weights, sizes, products, False)
+    return _matmul(rows, weights, sizes, products, False, rows.dtype)
 
 
 def dgrad(cotangents: Any, weights: Any, sizes: Any, products: Products) -> Any:
     """Multiplies `[N, B]` by the transposed `[L, A, B]`, to `[N, A]`."""
-    return _matmul(cotangents, weights, sizes, products, True)
+    return _matmul(cotangents, weights, sizes, products, True, cotangents.dtype)
 
 
 # The derivatives of these matmuls consist of the same ones, so derivatives of any order
 # work.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _matmul(
-    rows: Any, weights: Any, sizes: Any, products: Products, transposed: bool
+    rows: Any,
+    weights: Any,
+    sizes: Any,
+    products: Products,
+    transposed: bool,
+    dtype: Any,
 ) -> Any:
     def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
         run = products.dgrad if transposed else products.fprop
-        return _varies_as(rows, run(rows, weights, sizes))
+        return _varies_as(rows, run(rows, weights, sizes, dtype))
 
     return batching.in_turn(multiply)(rows, weights, sizes)
 
 
 def _matmul_forward(
-    rows: Any, weights: Any, sizes: Any, products: Products, transposed: bool
+    rows: Any,
+    weights: Any,
+    sizes: Any,
+    products: Products,
+    transposed: bool,
+    dtype: Any,
 ) -> Any:
     kept = (rows, weights, sizes)
-    return _matmul(*kept, products, transposed), kept
+    return _matmul(*kept, products, transposed, dtype), kept
 
 
 def _matmul_backward(
-    products: Products, transposed: bool, kept: Any, cotangent: Any
+    products: Products, transposed: bool, dtype: Any, kept: Any, cotangent: Any
 ) -> Any:
+    del dtype
     rows, weights, sizes = kept
+    cotangent = cotangent.astype(rows.dtype)
     pair = (cotangent, rows) if transposed else (rows, cotangent)
-    to_rows = _matmul(cotangent, weights, sizes, products, not transposed)
+    run = fprop if transposed else dgrad
+    to_rows = run(cotangent, weights, sizes, products)
     return to_rows, wgrad(*pair, sizes, products, weights.dtype), None
 
 

@@ -20,14 +20,10 @@ class Case(NamedTuple):
     Attributes:
         device: the `jax.Device` to run on.
         dtype: name of the dtype of the rows.
-        hidden_size: H.
-        intermediate_size: F per rank.
     """
 
     device: Any
     dtype: str
-    hidden_size: int
-    intermediate_size: int
 
 
 class Experts:

@@ -1,4 +1,4 @@
-"""The grouped matmuls of `_native_cuda` for Hopper, as custom calls.
+"""The grouped matmuls of `_native_cuda`, for Hopper and portable, as custom calls.
 
 The N rows form L groups of `sizes`, each of which has its own matrix. Sums are float32.
 Rows past the groups may hold anything: they change no other result, and their own
@@ -28,6 +28,11 @@ _TARGETS = frozenset(
         "ep_fp8_dgrad",
         "ep_fp8_gate_up",
         "ep_fp8_down_dgrad",
+        "ep_portable_fprop",
+        "ep_portable_dgrad",
+        "ep_portable_gate_up",
+        "ep_portable_down_dgrad",
+        "ep_portable_wgrad",
         "ep_experts",
         "ep_fp8_experts",
         "ep_mxfp4_fprop",
@@ -142,6 +147,97 @@ def wgrad(
         {},
         {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
+
+
+def portable_fprop(
+    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, exact: bool, dtype: Any
+) -> jax.Array:
+    """`fprop` on GPUs of compute capability 8.0 and newer.
+
+    Args:
+        rows: bfloat16, float16 or float32.
+        matrices: of the same dtype.
+        sizes: int32 `[L]`.
+        exact: whether float32 is multiplied as such, not rounded to TF32.
+        dtype: of the result: that of the rows, or float32.
+    """
+    found = tables.call(
+        "ep_portable_fprop",
+        rows,
+        {},
+        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
+        {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
+
+
+def portable_dgrad(
+    cotangents: jax.Array,
+    matrices: jax.Array,
+    sizes: jax.Array,
+    exact: bool,
+    dtype: Any,
+) -> jax.Array:
+    """`dgrad`, with arguments as of `portable_fprop`."""
+    found = tables.call(
+        "ep_portable_dgrad",
+        cotangents,
+        {},
+        {"cotangents": cotangents, "matrices": matrices, "group_sizes": sizes},
+        {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
+    )
+    return found.out
+
+
+def portable_gate_up(
+    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, keep: bool, exact: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """`gate_up`, with `exact` as of `portable_fprop`."""
+    found = tables.call(
+        "ep_portable_gate_up",
+        rows,
+        {},
+        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
+        {"exact": exact, "keep": keep},
+    )
+    return found.h, found.gate_up_rows
+
+
+def portable_down_dgrad(
+    cotangents: jax.Array,
+    matrices: jax.Array,
+    gate_up_rows: jax.Array,
+    sizes: jax.Array,
+    exact: bool,
+) -> jax.Array:
+    """`down_dgrad`, with `exact` as of `portable_fprop`."""
+    found = tables.call(
+        "ep_portable_down_dgrad",
+        cotangents,
+        {},
+        {
+            "cotangents": cotangents,
+            "matrices": matrices,
+            "gate_up_rows": gate_up_rows,
+            "group_sizes": sizes,
+        },
+        {"exact": exact},
+    )
+    return found.to_gate_up_rows
+
+
+def portable_wgrad(
+    rows: jax.Array, cotangents: jax.Array, sizes: jax.Array, exact: bool, dtype: Any
+) -> jax.Array:
+    """`wgrad`, with `exact` and `dtype` as of `portable_fprop`."""
+    found = tables.call(
+        "ep_portable_wgrad",
+        rows,
+        {},
+        {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
+        {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
     )
     return found.out
 

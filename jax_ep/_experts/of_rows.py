@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_ep._core import calls, checks, errors
 from jax_ep._core.arrays import as_array
+from jax_ep._core.literals import DTYPES
 from jax_ep._core.types import Dispatched
 from jax_ep._experts import (
     activations,
@@ -27,6 +29,10 @@ from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._ops.expert_of_row import group_of_row
 
 _ITEMSIZE = 2  # of the dtypes that `hopper` takes
+# The kinds of devices, and dtypes, of which `auto` has warned in this process.
+_told: set[tuple[str, str]] = set()
+# The values of `jax.default_matmul_precision` that round float32.
+_ROUNDED = (None, "default", "fastest", "tensorfloat32", "bfloat16")
 
 # For who calls them as `jax_ep.experts.fp8` is called.
 _OF_ROWS = (
@@ -157,7 +163,7 @@ class OfRows(Experts):
         function = f"experts.{self.name}"
         _require_operands(function, self.kinds, rows, gate_up, down, group_sizes)
         device = device or jax.local_devices()[0]
-        case = Case(device, rows.dtype.name, rows.shape[1], down.shape[1])
+        case = Case(device, rows.dtype.name)
         obstacle = self.obstacle(case)
         if obstacle is not None:
             raise ValueError(
@@ -206,7 +212,8 @@ class Hopper(OfRows):
     """Experts by grouped matmuls for Hopper GPUs, in bfloat16 and float16.
 
     Without `activation` and without biases of gate and up, SwiGLU and its derivative
-    are part of the matmuls. Derivatives of any order work. `hopper_obstacle` says why
+    are part of the matmuls. Derivatives of any order work. Columns that are not
+    multiples of 8 are padded, which copies rows and weights. `hopper_obstacle` says why
     they do not run.
     """
 
@@ -216,7 +223,7 @@ class Hopper(OfRows):
     def obstacle(self, case: Case) -> str | None:
         if jnp.dtype(case.dtype).itemsize != _ITEMSIZE:
             return f"rows in {self.kinds}, got {case.dtype}"
-        return select.obstacle(case.hidden_size, case.intermediate_size, case.device)
+        return select.device_obstacle(case.device)
 
     def reads_tail(self, case: Case) -> bool:
         del case
@@ -227,14 +234,50 @@ class Hopper(OfRows):
         return grouped.Hopper()
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        products: Any = self.products(case)
         if options.between:
             return super().apply(case, given, options)
-        out = swiglu.apply(*given)
-        return options.finish(out, given.group_sizes, self.products(case))
+        out = swiglu.apply(*given, products)
+        return options.finish(out, given.group_sizes, products)
+
+
+class Portable(Hopper):
+    """Experts by grouped matmuls for GPUs of compute capability 8.0 and newer.
+
+    They take bfloat16, float16 and float32, which is multiplied as
+    `jax.default_matmul_precision` says: rounded to TF32 by default, and with "high" or
+    "highest" as the sum of three products of TF32, whose error is at most 2^-20 of the
+    product of the magnitudes. All else is as in `hopper`. On CPUs they are those of
+    `ragged_dot`.
+    """
+
+    name = "portable"
+    kinds = "bfloat16, float16 or float32"
+
+    def obstacle(self, case: Case) -> str | None:
+        if case.dtype not in DTYPES:
+            return f"rows in {self.kinds}, got {case.dtype}"
+        if case.device.platform == "cpu":
+            return None
+        return select.portable_obstacle(case.device)
+
+    def reads_tail(self, case: Case) -> bool:
+        return case.device.platform == "cpu"
+
+    def products(self, case: Case) -> grouped.Products:
+        if case.device.platform == "cpu":
+            return grouped.everywhere(device=case.device)
+        exact = grouped.default_precision() not in _ROUNDED
+        return grouped.Portable(case.dtype == "float32" and exact)
+
+    def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        if case.device.platform == "cpu":
+            return OfRows.apply(self, case, given, options)
+        return super().apply(case, given, options)
 
 
 class Auto(OfRows):
-    """`hopper` where it runs, else `ragged_dot`."""
+    """`hopper` where it runs, else `portable`, else `ragged_dot`."""
 
     name = "auto"
 
@@ -245,15 +288,33 @@ class Auto(OfRows):
         return first(case).products(case)
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
+        lack = shortfall(case)
+        told = case.device.device_kind, case.dtype
+        if lack is not None and told not in _told:
+            _told.add(told)
+            warnings.warn(f"jax_ep.experts.auto: {lack}", RuntimeWarning, stacklevel=4)
         return first(case).apply(case, given, options)
 
 
-IN_ORDER: tuple[OfRows, ...] = (Hopper(), RaggedDot())
+IN_ORDER: tuple[OfRows, ...] = (Hopper(), Portable(), RaggedDot())
 
 
 def first(case: Case) -> OfRows:
     """Returns the first implementation that runs; the last one always does."""
     return next(each for each in IN_ORDER if each.obstacle(case) is None)
+
+
+def shortfall(case: Case) -> str | None:
+    """Returns what is slow about `auto` on a GPU and what to do, or None."""
+    found = first(case)
+    if case.device.platform == "cpu" or found.name != RaggedDot.name:
+        return None
+    why = "; ".join(f"{name} must have {lack}" for name, lack in reasons(case).items())
+    return (
+        f"experts in {case.dtype} must run by kernels to be fast, got "
+        f"jax.lax.ragged_dot, which may multiply each row by all local experts: {why}; "
+        "use a dtype and a GPU that they take, or jax_ep.experts.Padded(largest)"
+    )
 
 
 def reasons(case: Case) -> dict[str, str]:

@@ -19,6 +19,7 @@ from jax_ep._experts import activations, biases, grouped, quantized
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
 _ROW_FORMAT: Format = "fp8_block128"
+_WIDE = jnp.dtype("float32")
 
 
 class Rows(NamedTuple):
@@ -142,7 +143,7 @@ class Operations:
             `[N, B]`.
         """
         matrix = _matrices(weights, which)
-        return _exact().fprop(rows.to("float32"), matrix, sizes).astype(dtype)
+        return _exact().fprop(rows.to("float32"), matrix, sizes, _WIDE).astype(dtype)
 
     def dgrad(
         self,
@@ -154,7 +155,9 @@ class Operations:
     ) -> jax.Array:
         """Multiplies cotangents `[N, B]` by transposed matrices, else as `fprop`."""
         matrix = _matrices(weights, which)
-        return _exact().dgrad(cotangents.to("float32"), matrix, sizes).astype(dtype)
+        return (
+            _exact().dgrad(cotangents.to("float32"), matrix, sizes, _WIDE).astype(dtype)
+        )
 
     def gate_up(
         self,

@@ -12,6 +12,7 @@ from jax_ep._experts.operations import Operations
 from jax_ep._native.plugins import wanted_extra
 
 CAPABILITY = "9.0"
+PORTABLE_CAPABILITY = "8.0"
 
 
 def device_obstacle(device: Any = None) -> str | None:
@@ -27,28 +28,33 @@ def device_obstacle(device: Any = None) -> str | None:
             f"GPUs of compute capability {CAPABILITY}, got "
             f"{device.device_kind} {found}".rstrip()
         )
-    if not kernels.built():
-        return (
-            f"a CUDA module with its kernels, as jax_ep[{wanted_extra()}] installs, "
-            "got none"
-        )
-    return None
+    return _build_obstacle()
 
 
-def obstacle(
-    hidden_size: int, intermediate_size: int, device: Any = None
-) -> str | None:
-    """Returns why 16-bit experts of this size cannot use the kernels, or None."""
-    found = device_obstacle(device)
-    if found is not None:
-        return found
-    multiple = kernels.ALIGNED
-    if hidden_size % multiple or intermediate_size % multiple:
+def portable_obstacle(device: Any) -> str | None:
+    """Returns the same for the portable kernels."""
+    found = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not _is_new_enough(found):
         return (
-            f"hidden_size and intermediate_size in multiples of {multiple}, "
-            f"got {hidden_size} and {intermediate_size}"
+            f"GPUs of compute capability {PORTABLE_CAPABILITY} or newer, got "
+            f"{device.device_kind} {found}".rstrip()
         )
-    return None
+    return _build_obstacle()
+
+
+def _is_new_enough(capability: str) -> bool:
+    major, _, _ = capability.partition(".")
+    least, _, _ = PORTABLE_CAPABILITY.partition(".")
+    return major.isdigit() and int(major) >= int(least)
+
+
+def _build_obstacle() -> str | None:
+    if kernels.built():
+        return None
+    return (
+        f"a CUDA module with its kernels, as jax_ep[{wanted_extra()}] installs, "
+        "got none"
+    )
 
 
 def operations() -> Operations:

@@ -193,14 +193,8 @@ def moe_ffn(
         operands = vary_alike(order, least, *operands)
     x, ids, weights = operands
     sent = (ep, x, ids, weights)
-    reads_tail = run.reads_tail(
-        interface.Case(
-            ep.mesh.local_devices[0],
-            config.dtype,
-            config.hidden_size,
-            _intermediate_size(params),
-        )
-    )
+    case = interface.Case(ep.mesh.local_devices[0], config.dtype)
+    reads_tail = run.reads_tail(case)
     zero_tail = config.zero_tail and reads_tail
     if "shared_down" in params and not fused:
         d, shared = _dispatch_beside(*sent, input_scale, params, activation, zero_tail)
@@ -286,12 +280,6 @@ def _spread(
         name: value if name == "experts" else spread(value)
         for name, value in params.items()
     }
-
-
-def _intermediate_size(params: Mapping[str, Any]) -> int:
-    """Returns F of this rank's experts."""
-    down = params.get("down")
-    return params["experts"].shapes[1][1] if down is None else down.shape[1]
 
 
 def _dispatch_beside(

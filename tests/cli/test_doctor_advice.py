@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-import jax_ep
 from jax_ep._cli import main
 from jax_ep._cli.doctor import advice, findings, links
+from jax_ep._experts import kernels
 from jax_ep._native import ffi
 from support import helpers
 
@@ -61,25 +61,26 @@ def test_advice_on_gpus_is_of_what_is_not_there(
 
 
 @pytest.mark.parametrize(
-    ("dense", "obstacle", "dtype", "named"),
+    ("capability", "built", "why"),
     [
-        (False, None, "bfloat16", None),
-        (True, None, "bfloat16", "jax_ep.experts.hopper"),
-        (True, None, "float32", "jax_ep.experts.Padded(largest)"),
-        (True, "another GPU", "bfloat16", "jax_ep.experts.Padded(largest)"),
+        ("9.0", True, None),
+        ("8.0", True, None),
+        ("7.5", True, "GPUs of compute capability 8.0 or newer, got one 7.5"),
+        ("8.0", False, "a CUDA module with its kernels"),
     ],
 )
-def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
-    experts = jax_ep.experts
-    monkeypatch.setattr(experts, "ragged_dot_is_dense", lambda dtype: dense)
-    monkeypatch.setattr(experts, "hopper_obstacle", lambda *sizes: obstacle)
-    config = helpers.make_config(dtype=dtype)
-    found = {"memory": findings.memory(config, 2), "devices": []}
-    lines = [line for line in advice.advice(found, [gpu], config) if "dense" in line]
-    found = [line.partition("; hopper must have ")[::2] for line in lines]
-    assert [why for _, why in found] == ([obstacle or ""] if named else [])
-    assert all(named in way for way, _ in found)
+def test_advice_on_dense_experts(capability, built, why, monkeypatch):
+    gpu = types.SimpleNamespace(
+        platform="gpu", compute_capability=capability, device_kind="one"
+    )
+    monkeypatch.setattr(kernels, "built", lambda: built)
+    config = helpers.make_config(dtype="float32")
+    found = {"memory": findings.memory(config, 2), "devices": [], "versions": {}}
+    lines = [
+        line for line in advice.advice(found, [gpu], config) if "ragged_dot" in line
+    ]
+    assert len(lines) == (why is not None)
+    assert all(f"portable must have {why}" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,10 @@ def test_advice_on_dense_experts(dense, obstacle, dtype, named, monkeypatch):
     ],
 )
 def test_advice_on_formats_is_of_links(platform, ranks, name, told, monkeypatch):
-    device = types.SimpleNamespace(platform=platform, compute_capability="9.0")
-    monkeypatch.setattr(jax_ep.experts, "ragged_dot_is_dense", lambda dtype: False)
+    device = types.SimpleNamespace(
+        platform=platform, compute_capability="9.0", device_kind="one"
+    )
+    monkeypatch.setattr(kernels, "built", lambda: True)
     config = helpers.make_config(hidden_size=128, dispatch_format=name)
     found = {"memory": findings.memory(config, ranks), "devices": [], "versions": {}}
     lines = advice.advice(found, [device], config)

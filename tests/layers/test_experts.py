@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts
-from jax_ep._experts import interface, kernels, of_rows, select
+from jax_ep._experts import interface, kernels, of_rows
 from support import grouped_kernels, helpers
 from support.grouped_kernels import F, H, skip_without_hopper
 
@@ -132,13 +132,7 @@ def test_hopper_names_what_it_lacks(monkeypatch):
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     monkeypatch.setattr(kernels, "built", lambda: True)
     assert experts.hopper_obstacle(H, F, hopper) is None
-    assert experts.hopper_obstacle(136, 72, hopper) is None
-    for sizes in ((H, 100), (100, F)):
-        found = experts.hopper_obstacle(*sizes, hopper)
-        assert found == (
-            "hidden_size and intermediate_size in multiples of 8, got "
-            f"{sizes[0]} and {sizes[1]}"
-        )
+    assert experts.hopper_obstacle(100, 3, hopper) is None  # columns are padded
     monkeypatch.setattr(kernels, "built", lambda: False)
     found = experts.hopper_obstacle(H, F, hopper)
     assert found is not None
@@ -248,35 +242,61 @@ def test_second_derivatives_on_hopper():
     assert max(curvature(experts.auto, (7, 0, 3, 70), "bfloat16", 100)) < 0.05
 
 
+HOPPER, AMPERE, OLDER = ("9.0", "8.0", "7.5")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "obstacle", "wanted"),
+    ("platform", "capability", "dtype", "wanted"),
     [
-        ("bfloat16", None, "hopper"),
-        ("float16", None, "hopper"),
-        ("bfloat16", "another GPU", "ragged_dot"),
-        ("float32", None, "ragged_dot"),
+        ("gpu", HOPPER, "bfloat16", "hopper"),
+        ("gpu", HOPPER, "float16", "hopper"),
+        ("gpu", HOPPER, "float32", "portable"),
+        ("gpu", HOPPER, "float64", "ragged_dot"),
+        ("gpu", AMPERE, "bfloat16", "portable"),
+        ("gpu", "12.0", "float32", "portable"),
+        ("gpu", OLDER, "bfloat16", "ragged_dot"),
+        ("gpu", "gfx942", "bfloat16", "ragged_dot"),
+        ("cpu", "", "float32", "portable"),
+        ("cpu", "", "float64", "ragged_dot"),
     ],
 )
-def test_auto_is_the_first_that_runs(dtype, obstacle, wanted, monkeypatch):
-    device = jax.devices()[-1]
-    case = interface.Case(device, dtype, H, F)
+def test_auto_is_the_first_that_runs(platform, capability, dtype, wanted, monkeypatch):
+    device = types.SimpleNamespace(
+        platform=platform, compute_capability=capability, device_kind="one"
+    )
+    monkeypatch.setattr(kernels, "built", lambda: True)
+    case = interface.Case(device, dtype)
+    assert of_rows.first(case).name == wanted
+    names = [each.name for each in of_rows.IN_ORDER]
+    assert [*of_rows.reasons(case)] == names[: names.index(wanted)]
+    plain = wanted == "ragged_dot" or platform == "cpu"
+    assert experts.auto.reads_tail(case) == plain
 
-    def obstacle_of(hidden_size, intermediate_size, where):
-        assert (hidden_size, intermediate_size, where) == (H, F, device)
-        return obstacle
+
+def test_auto_runs_what_it_has_chosen(monkeypatch):
+    device = jax.devices()[-1]
+    case = interface.Case(device, "float32")
 
     def apply(found, given, *_):
         assert given == case
         return found.name
 
-    monkeypatch.setattr(select, "obstacle", obstacle_of)
     for each in of_rows.IN_ORDER:
         monkeypatch.setattr(type(each), "apply", apply)
-    args = operands((10, 0, 30), dtype)
+    args = operands((10, 0, 30))
     found = experts.auto(*args, jnp.ones(L, jnp.int32), device=device)
-    assert found == wanted == of_rows.first(case).name
-    assert experts.auto.reads_tail(case) == (wanted == "ragged_dot")
-    assert [*of_rows.reasons(case)] == ([] if wanted == "hopper" else ["hopper"])
+    assert found == of_rows.first(case).name
+
+
+def test_auto_warns_once_of_dense_products(monkeypatch):
+    device = jax.devices()[-1]
+    monkeypatch.setattr(of_rows, "_told", set())
+    monkeypatch.setattr(of_rows, "shortfall", lambda _: "slow; do otherwise")
+    args = (*operands((10, 0, 30)), jnp.ones(L, jnp.int32))
+    words = r"^jax_ep.experts.auto: slow; do otherwise"
+    with pytest.warns(RuntimeWarning, match=words):
+        experts.auto(*args, device=device)
+    experts.auto(*args, device=device)
 
 
 def test_density_is_asked_for_in_a_trace_under_a_mesh():

@@ -232,7 +232,7 @@ def test_windows_leave_what_memory_held(name, monkeypatch) -> None:
 
 def test_other_functions_see_them() -> None:
     """Also functions that wrap one of the library's, as they may read the rows."""
-    case = interface.Case(jax.devices()[0], "bfloat16", H, F)
+    case = interface.Case(jax.devices()[0], "bfloat16")
 
     def reads_tail(run: Any) -> bool:
         return interface.of(run).reads_tail(case)

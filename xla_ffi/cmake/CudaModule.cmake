@@ -50,7 +50,29 @@ add_library(
   cuda/matmul/mxfp4.cu cuda/matmul/quantize_matrices.cu cuda/matmul/tensor_map.cc
   cuda/matmul/wgrad.cu)
 set_target_properties(jax_ep_matmul PROPERTIES CUDA_ARCHITECTURES 90a-real)
-foreach(part jax_ep_cuda jax_ep_windows jax_ep_matmul)
+# These are compiled from the PTX of 8.0 for every GPU, so that what runs on one of them is what runs
+# on all.
+add_library(
+  jax_ep_portable OBJECT
+  cuda/portable/dgrad.cu cuda/portable/fprop.cu cuda/portable/portable.cc cuda/portable/swiglu.cu
+  cuda/portable/wgrad.cu)
+set_target_properties(jax_ep_portable PROPERTIES CUDA_ARCHITECTURES OFF)
+foreach(jax_ep_arch ${CMAKE_CUDA_ARCHITECTURES})
+  string(REGEX MATCH "^[0-9]+" jax_ep_number "${jax_ep_arch}")
+  if(jax_ep_number LESS 80)
+    continue()
+  endif()
+  set(jax_ep_codes "sm_${jax_ep_number}")
+  if(NOT jax_ep_arch MATCHES "-real$")
+    list(APPEND jax_ep_codes compute_80)  # newer GPUs compile this when the module loads
+  endif()
+  foreach(jax_ep_code ${jax_ep_codes})
+    target_compile_options(
+      jax_ep_portable
+      PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_80,code=${jax_ep_code}>)
+  endforeach()
+endforeach()
+foreach(part jax_ep_cuda jax_ep_windows jax_ep_matmul jax_ep_portable)
   set_target_properties(${part} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(${part} PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
   target_compile_options(
@@ -64,6 +86,6 @@ nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cud
 target_include_directories(_native_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
 target_compile_options(_native_cuda PRIVATE -Wall -Wextra)
 target_link_libraries(_native_cuda PRIVATE jax_ep_cuda jax_ep_windows jax_ep_matmul
-                                           Threads::Threads)
+                                           jax_ep_portable Threads::Threads)
 jax_ep_link_portably(_native_cuda)
 install(TARGETS _native_cuda LIBRARY DESTINATION "${JAX_EP_DESTINATION}")

@@ -20,6 +20,7 @@
 #include "cuda/matmul/mxfp4.h"
 #include "cuda/matmul/quantize_matrices.h"
 #include "cuda/matmul/step.h"
+#include "cuda/portable/portable.h"
 #include "cuda/router.h"
 #include "cuda/window/calls.h"
 #include "ffi/window_group.h"
@@ -303,6 +304,7 @@ class CurrentDevice {
 cudaError_t PreloadLayers() {
   cudaError_t error = cuda::PreloadRouterKernels();
   if (error == cudaSuccess) error = cuda::PreloadExpertRowKernels();
+  if (error == cudaSuccess && cuda::PortableSupported()) error = cuda::PreloadPortableKernels();
   if (error != cudaSuccess || !cuda::MatmulSupported()) return error;
   error = cuda::PreloadMatmulKernels();
   if (error == cudaSuccess) error = cuda::PreloadMxfp4Kernels();

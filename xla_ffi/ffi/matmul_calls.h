@@ -37,7 +37,7 @@ inline void RequireMultiple(Checker& check, const CallState& call, int64_t multi
 // Blocks of 128 x 128 of matrices share a scale.
 inline constexpr int64_t kMatrixBlock = 128;
 
-template <MatmulKind kKind>
+template <MatmulKind kKind, bool kPortable = false>
 struct MatmulCall : Call<MatmulStep> {
   static constexpr auto kGroupSizes = Arg<I32>("group_sizes", {Dim::G}, &Step::sizes);
 
@@ -49,6 +49,8 @@ struct MatmulCall : Call<MatmulStep> {
   }
   void Size(Checker& check) {
     step.kind = kKind;
+    step.portable = kPortable;
+    step.exact = exact;
     step.m = sizes[Dim::N];
     step.groups = sizes[Dim::G];
     step.k = sizes[Dim::A];
@@ -59,65 +61,108 @@ struct MatmulCall : Call<MatmulStep> {
     } else if (IsFp8(kKind)) {
       check.Require(!is_float, "gate and up must have 16 bits");
       step.element = step.out_element;
-    } else {
+    } else if (!kPortable) {
       check.Require(step.element != ElementType::kFloat32, "operands must have 16 bits");
     }
-    if (kKind == MatmulKind::kWgrad) {
+    constexpr bool kSums = kKind == MatmulKind::kFprop || kKind == MatmulKind::kDgrad;
+    if (kKind == MatmulKind::kWgrad || (kPortable && kSums)) {
       check.Require(is_float || step.out_element == step.element,
                     "out must have the dtype of the operands, or float32");
+    } else if (!IsFp8(kKind)) {
+      step.out_element = step.element;
     }
   }
 };
 
-// ---- Of 16 bits ---------------------------------------------------------------------------------
+// ---- Of 16 bits, or of 32 by the portable kernels -----------------------------------------------
 
-struct FpropCall : MatmulCall<MatmulKind::kFprop> {
-  static constexpr const char* kTarget = "ep_fprop";
+// What portable kernels take besides.
+template <bool kPortable, typename... Rows>
+constexpr auto WithExact(Rows... rows) {
+  if constexpr (kPortable) {
+    return std::tuple(kExact, rows...);
+  } else {
+    return std::tuple(rows...);
+  }
+}
+
+template <bool kPortable>
+struct FpropCallOf : MatmulCall<MatmulKind::kFprop, kPortable> {
+  static constexpr const char* kTarget = kPortable ? "ep_portable_fprop" : "ep_fprop";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("matrices", {G, A, B}, &Step::b),
-                 kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::d));
-  static constexpr auto kAttributes = std::tuple();
-};
-
-struct DgradCall : MatmulCall<MatmulKind::kDgrad> {
-  static constexpr const char* kTarget = "ep_dgrad";
-  static constexpr auto kOperands =
-      std::tuple(Arg<Token>("cotangents", {N, A}, &Step::a),
-                 Arg<Token>("matrices", {G, B, A}, &Step::b), kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Token>("out", {N, B}, &Step::d));
-  static constexpr auto kAttributes = std::tuple();
-};
-
-struct GateUpCall : MatmulCall<MatmulKind::kGateUp> {
-  static constexpr const char* kTarget = "ep_gate_up";
-  static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {N, A}, &Step::a),
-                 Arg<Token>("matrices", {G, A, 2, B}, &Step::b), kGroupSizes);
-  static constexpr auto kResults =
-      std::tuple(Ret<Token>("h", {N, B}, &Step::d),
-                 Ret<Token>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows).When(kKeep));
-  static constexpr auto kAttributes = std::tuple(kKeep);
-};
-
-struct DownDgradCall : MatmulCall<MatmulKind::kDownDgrad> {
-  static constexpr const char* kTarget = "ep_down_dgrad";
-  static constexpr auto kOperands = std::tuple(
-      Arg<Token>("cotangents", {N, A}, &Step::a), Arg<Token>("matrices", {G, B, A}, &Step::b),
-      Arg<Token>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows), kGroupSizes);
+      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &MatmulStep::a),
+                 Arg<Token>("matrices", {Dim::G, Dim::A, Dim::B}, &MatmulStep::b),
+                 MatmulCall<MatmulKind::kFprop, kPortable>::kGroupSizes);
   static constexpr auto kResults = std::tuple(
-      Ret<Token>("to_gate_up_rows", {N, 2, B}, &Step::to_gate_up_rows).InPlaceOf("gate_up_rows"));
-  static constexpr auto kAttributes = std::tuple();
+      Ret<std::conditional_t<kPortable, Output, Token>>("out", {Dim::N, Dim::B}, &MatmulStep::d));
+  static constexpr auto kAttributes = [] {
+    if constexpr (kPortable) {
+      return std::tuple(kExact, kOutDtype);
+    } else {
+      return std::tuple();
+    }
+  }();
 };
+using FpropCall = FpropCallOf<false>;
+using PortableFpropCall = FpropCallOf<true>;
 
-struct WgradCall : MatmulCall<MatmulKind::kWgrad> {
-  static constexpr const char* kTarget = "ep_wgrad";
+template <bool kPortable>
+struct DgradCallOf : MatmulCall<MatmulKind::kDgrad, kPortable> {
+  static constexpr const char* kTarget = kPortable ? "ep_portable_dgrad" : "ep_dgrad";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("cotangents", {N, B}, &Step::b),
-                 kGroupSizes);
-  static constexpr auto kResults = std::tuple(Ret<Output>("out", {G, A, B}, &Step::d));
-  static constexpr auto kAttributes = std::tuple(kOutDtype);
+      std::tuple(Arg<Token>("cotangents", {Dim::N, Dim::A}, &MatmulStep::a),
+                 Arg<Token>("matrices", {Dim::G, Dim::B, Dim::A}, &MatmulStep::b),
+                 MatmulCall<MatmulKind::kDgrad, kPortable>::kGroupSizes);
+  static constexpr auto kResults = FpropCallOf<kPortable>::kResults;
+  static constexpr auto kAttributes = FpropCallOf<kPortable>::kAttributes;
 };
+using DgradCall = DgradCallOf<false>;
+using PortableDgradCall = DgradCallOf<true>;
+
+template <bool kPortable>
+struct GateUpCallOf : MatmulCall<MatmulKind::kGateUp, kPortable> {
+  static constexpr const char* kTarget = kPortable ? "ep_portable_gate_up" : "ep_gate_up";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &MatmulStep::a),
+                 Arg<Token>("matrices", {Dim::G, Dim::A, 2, Dim::B}, &MatmulStep::b),
+                 MatmulCall<MatmulKind::kGateUp, kPortable>::kGroupSizes);
+  static constexpr auto kResults = std::tuple(
+      Ret<Token>("h", {Dim::N, Dim::B}, &MatmulStep::d),
+      Ret<Token>("gate_up_rows", {Dim::N, 2, Dim::B}, &MatmulStep::gate_up_rows).When(kKeep));
+  static constexpr auto kAttributes = WithExact<kPortable>(kKeep);
+};
+using GateUpCall = GateUpCallOf<false>;
+using PortableGateUpCall = GateUpCallOf<true>;
+
+template <bool kPortable>
+struct DownDgradCallOf : MatmulCall<MatmulKind::kDownDgrad, kPortable> {
+  static constexpr const char* kTarget = kPortable ? "ep_portable_down_dgrad" : "ep_down_dgrad";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("cotangents", {Dim::N, Dim::A}, &MatmulStep::a),
+                 Arg<Token>("matrices", {Dim::G, Dim::B, Dim::A}, &MatmulStep::b),
+                 Arg<Token>("gate_up_rows", {Dim::N, 2, Dim::B}, &MatmulStep::gate_up_rows),
+                 MatmulCall<MatmulKind::kDownDgrad, kPortable>::kGroupSizes);
+  static constexpr auto kResults =
+      std::tuple(Ret<Token>("to_gate_up_rows", {Dim::N, 2, Dim::B}, &MatmulStep::to_gate_up_rows)
+                     .InPlaceOf("gate_up_rows"));
+  static constexpr auto kAttributes = WithExact<kPortable>();
+};
+using DownDgradCall = DownDgradCallOf<false>;
+using PortableDownDgradCall = DownDgradCallOf<true>;
+
+template <bool kPortable>
+struct WgradCallOf : MatmulCall<MatmulKind::kWgrad, kPortable> {
+  static constexpr const char* kTarget = kPortable ? "ep_portable_wgrad" : "ep_wgrad";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &MatmulStep::a),
+                 Arg<Token>("cotangents", {Dim::N, Dim::B}, &MatmulStep::b),
+                 MatmulCall<MatmulKind::kWgrad, kPortable>::kGroupSizes);
+  static constexpr auto kResults =
+      std::tuple(Ret<Output>("out", {Dim::G, Dim::A, Dim::B}, &MatmulStep::d));
+  static constexpr auto kAttributes = WithExact<kPortable>(kOutDtype);
+};
+using WgradCall = WgradCallOf<false>;
+using PortableWgradCall = WgradCallOf<true>;
 
 // ---- Of fp8 -------------------------------------------------------------------------------------
 

@@ -92,6 +92,7 @@ struct CallState : DispatchOptions, CombineOptions {
   bool coded = false;       // tokens come as codes and scales
   bool scaled = false;      // rows have scales
   bool keep = false;        // gate and up are a result
+  bool exact = false;       // float32 is multiplied as such, not as TF32
   bool transposed = false;  // the transposed codes of matrices are a result
   std::string_view format, combine_dtype, out_dtype;
   // Of a router.
@@ -183,6 +184,7 @@ inline constexpr auto kFormat = Attr("format", &CallState::format);
 inline constexpr auto kCoded = Attr("coded", &CallState::coded);
 inline constexpr auto kScaled = Attr("scaled", &CallState::scaled);
 inline constexpr auto kKeep = Attr("keep", &CallState::keep);
+inline constexpr auto kExact = Attr("exact", &CallState::exact);
 inline constexpr auto kTransposed = Attr("transposed", &CallState::transposed);
 inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);

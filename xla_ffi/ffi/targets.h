@@ -32,8 +32,9 @@ using RowCalls = CallList<CombineBackCall, QuantizeCotangentsCall, DequantizeRow
 using RouterCalls = CallList<RouterCall>;
 using MatmulCalls =
     CallList<FpropCall, DgradCall, GateUpCall, DownDgradCall, WgradCall, Fp8FpropCall, Fp8DgradCall,
-             Fp8GateUpCall, Fp8DownDgradCall, ExpertsCall, Fp8ExpertsCall, Mxfp4FpropCall,
-             Mxfp4GateUpCall, QuantizeMatricesCall>;
+             PortableFpropCall, PortableDgradCall, PortableGateUpCall, PortableDownDgradCall,
+             PortableWgradCall, Fp8GateUpCall, Fp8DownDgradCall, ExpertsCall, Fp8ExpertsCall,
+             Mxfp4FpropCall, Mxfp4GateUpCall, QuantizeMatricesCall>;
 
 // Calls `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

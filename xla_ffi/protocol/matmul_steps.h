@@ -1,4 +1,4 @@
-// Grouped matmuls on Hopper: what a call multiplies.
+// Grouped matmuls: what a call multiplies.
 //
 // M rows lie in L groups of `sizes`, one after the other; group g has a matrix of its own. Sums are
 // float32. Rows past the groups are not written, and whatever they hold changes no result; a NaN
@@ -28,8 +28,13 @@ JAX_EP_HOST_DEVICE constexpr bool IsFp8(MatmulKind kind) { return kind >= Matmul
 
 struct MatmulStep {
   MatmulKind kind;
-  ElementType element;      // of 16-bit operands and results: bfloat16 or float16
-  ElementType out_element;  // of D in kFp8Matmul and kWgrad: `element` or float32
+  // Whether it is for GPUs of compute capability 8.0 and newer, not for Hopper alone: of the kinds
+  // before kFp8Matmul. Operands may then be float32, which is rounded to TF32 unless it is `exact`.
+  bool portable;
+  bool exact;
+  ElementType element;  // of 16-bit operands and results: bfloat16 or float16
+  // Of D in kFp8Matmul and kWgrad, and portable kFprop and kDgrad: `element` or float32.
+  ElementType out_element;
   int64_t m;
   int64_t groups;  // L
   int64_t k;

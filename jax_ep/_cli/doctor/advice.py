@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jax_ep import experts as _experts
 from jax_ep import formats
 from jax_ep._cli.doctor import links
 from jax_ep._core.config import EPConfig
+from jax_ep._experts import interface, of_rows
 from jax_ep._native import ffi, loader, plugins
 from jax_ep._setup import capacity
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _OLDEST_CAPABILITY = 9.0
-_INNER = 128  # an intermediate size that experts.hopper takes
 
 
 def _install() -> str:
@@ -36,15 +35,9 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     if not on_gpu:
         only = "only CPU devices, which are fine for tests and small runs; "
         advice.append((only if devices else "") + _for_gpus(found["versions"]))
-    if on_gpu and _dense_experts(config):
-        obstacle = _experts.hopper_obstacle(config.hidden_size, _INNER)
-        runs = obstacle is None and config.element_bytes == 2
-        way = "hopper, as layers do if they can" if runs else "Padded(largest)"
-        why = f"; hopper must have {obstacle}" if obstacle else ""
-        advice.append(
-            "jax.lax.ragged_dot is dense here, multiplying each row by all local "
-            f"experts: use jax_ep.experts.{way}{why}"
-        )
+    if on_gpu:
+        slow = of_rows.shortfall(interface.Case(devices[0], config.dtype))
+        advice += [slow] if slow else []
     capabilities = [_capability(device) for device in devices]
     if any(each and each < _OLDEST_CAPABILITY for each in capabilities):
         advice.append("p2p needs compute capability 9.0: use transport collective")
@@ -113,13 +106,6 @@ def _for_gpus(versions: dict[str, Any]) -> str:
         "this installation supports NVIDIA GPUs, but JAX uses none here: check "
         "JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the output of nvidia-smi"
     )
-
-
-def _dense_experts(config: EPConfig) -> bool:
-    try:
-        return _experts.ragged_dot_is_dense(config.dtype)
-    except Exception:  # XLA failed to compile, so there is no advice
-        return False
 
 
 def _capability(device: Any) -> float | None:

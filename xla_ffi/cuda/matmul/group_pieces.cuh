@@ -51,6 +51,14 @@ class GroupPieces {
     pieces_loaded_ = __shfl_sync(kFullWarp, pieces_end_, kWarpSize - 1);
   }
 
+  // Calls visit(group, end of its rows, end of its pieces) for this lane's group of those that were
+  // loaded last, if there is one.
+  template <typename Visit>
+  __device__ void AtLane(const Visit& visit) const {
+    const int32_t group = base_ + Lane();
+    if (group < groups_.groups) visit(group, start_ + size_, before_ + pieces_end_);
+  }
+
   // Returns the number of pieces of all groups up to those that were loaded last.
   __device__ uint32_t end() const { return before_ + pieces_loaded_; }
 
