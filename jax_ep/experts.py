@@ -59,11 +59,11 @@ __all__ = [
 
 _Marked = TypeVar("_Marked", bound=Callable[..., Any])
 
-auto = of_rows.Auto()
-ragged_dot = of_rows.RaggedDot()
-hopper = of_rows.Hopper()
-portable = of_rows.Portable()
-fp8 = of_quantized.Fp8()
+auto: of_rows.Auto = of_rows.Auto()
+ragged_dot: of_rows.RaggedDot = of_rows.RaggedDot()
+hopper: of_rows.Hopper = of_rows.Hopper()
+portable: of_rows.Portable = of_rows.Portable()
+fp8: of_quantized.Fp8 = of_quantized.Fp8()
 
 
 def takes_dispatched(experts: _Marked) -> _Marked:

@@ -7,6 +7,7 @@ results are uninitialised memory. The functions have no derivative or batching r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,14 @@ class Fp8Rows(NamedTuple):
     scales: jax.Array
 
 
+def _call(
+    target: str, operands: Mapping[str, jax.Array | None], attributes: Mapping[str, Any]
+) -> Any:
+    """Calls a target whose results are like its first operand."""
+    like: Any = next(iter(operands.values()))
+    return tables.call(target, like, {}, operands, attributes)
+
+
 def built() -> bool:
     """Whether an installed CUDA module has these kernels."""
     return ffi.gpu_target_names() >= _TARGETS
@@ -58,10 +67,8 @@ def built() -> bool:
 
 def fprop(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`."""
-    found = tables.call(
+    found = _call(
         "ep_fprop",
-        rows,
-        {},
         {"rows": rows, "matrices": matrices, "group_sizes": sizes},
         {},
     )
@@ -70,10 +77,8 @@ def fprop(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def dgrad(cotangents: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies `[N, A]` by the transposed `[L, B, A]` to `[N, B]`."""
-    found = tables.call(
+    found = _call(
         "ep_dgrad",
-        cotangents,
-        {},
         {"cotangents": cotangents, "matrices": matrices, "group_sizes": sizes},
         {},
     )
@@ -95,10 +100,8 @@ def gate_up(
         `silu(gate) * up`, `[N, B]`, and gate and up `[N, 2, B]` or None, in the dtype
         of rows, each rounded once from the float32 sums.
     """
-    found = tables.call(
+    found = _call(
         "ep_gate_up",
-        rows,
-        {},
         {"rows": rows, "matrices": matrices, "group_sizes": sizes},
         {"keep": keep},
     )
@@ -122,10 +125,8 @@ def down_dgrad(
     Returns:
         The cotangents of gate and up, `[N, 2, B]`.
     """
-    found = tables.call(
+    found = _call(
         "ep_down_dgrad",
-        cotangents,
-        {},
         {
             "cotangents": cotangents,
             "matrices": matrices,
@@ -141,10 +142,8 @@ def wgrad(
     rows: jax.Array, cotangents: jax.Array, sizes: jax.Array, dtype: Any
 ) -> jax.Array:
     """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`."""
-    found = tables.call(
+    found = _call(
         "ep_wgrad",
-        rows,
-        {},
         {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
     )
@@ -163,10 +162,8 @@ def portable_fprop(
         exact: whether float32 is multiplied as such, not rounded to TF32.
         dtype: of the result: that of the rows, or float32.
     """
-    found = tables.call(
+    found = _call(
         "ep_portable_fprop",
-        rows,
-        {},
         {"rows": rows, "matrices": matrices, "group_sizes": sizes},
         {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
     )
@@ -181,10 +178,8 @@ def portable_dgrad(
     dtype: Any,
 ) -> jax.Array:
     """`dgrad`, with arguments as of `portable_fprop`."""
-    found = tables.call(
+    found = _call(
         "ep_portable_dgrad",
-        cotangents,
-        {},
         {"cotangents": cotangents, "matrices": matrices, "group_sizes": sizes},
         {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
     )
@@ -195,10 +190,8 @@ def portable_gate_up(
     rows: jax.Array, matrices: jax.Array, sizes: jax.Array, keep: bool, exact: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """`gate_up`, with `exact` as of `portable_fprop`."""
-    found = tables.call(
+    found = _call(
         "ep_portable_gate_up",
-        rows,
-        {},
         {"rows": rows, "matrices": matrices, "group_sizes": sizes},
         {"exact": exact, "keep": keep},
     )
@@ -213,10 +206,8 @@ def portable_down_dgrad(
     exact: bool,
 ) -> jax.Array:
     """`down_dgrad`, with `exact` as of `portable_fprop`."""
-    found = tables.call(
+    found = _call(
         "ep_portable_down_dgrad",
-        cotangents,
-        {},
         {
             "cotangents": cotangents,
             "matrices": matrices,
@@ -232,10 +223,8 @@ def portable_wgrad(
     rows: jax.Array, cotangents: jax.Array, sizes: jax.Array, exact: bool, dtype: Any
 ) -> jax.Array:
     """`wgrad`, with `exact` and `dtype` as of `portable_fprop`."""
-    found = tables.call(
+    found = _call(
         "ep_portable_wgrad",
-        rows,
-        {},
         {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
         {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
     )
@@ -257,10 +246,8 @@ def fp8_fprop(
     Returns:
         `[N, B]`.
     """
-    found = tables.call(
+    found = _call(
         "ep_fp8_fprop",
-        rows.codes,
-        {},
         {
             "rows": rows.codes,
             "row_scales": rows.scales,
@@ -292,10 +279,8 @@ def fp8_dgrad(
     Returns:
         `[N, B]`.
     """
-    found = tables.call(
+    found = _call(
         "ep_fp8_dgrad",
-        cotangents.codes,
-        {},
         {
             "cotangents": cotangents.codes,
             "cotangent_scales": cotangents.scales,
@@ -323,10 +308,8 @@ def fp8_gate_up(
     Returns:
         h `[N, B]`; gate and up in bfloat16 `[N, 2, B]`, or None.
     """
-    found = tables.call(
+    found = _call(
         "ep_fp8_gate_up",
-        rows.codes,
-        {},
         {
             "rows": rows.codes,
             "row_scales": rows.scales,
@@ -359,10 +342,8 @@ def fp8_down_dgrad(
         The cotangents of gate and up: quantised from float32 as cotangents are, codes
         `[N, 2, B]` and scales `[N, 2, B / 128]`; and in bfloat16 `[N, 2, B]`.
     """
-    found = tables.call(
+    found = _call(
         "ep_fp8_down_dgrad",
-        cotangents.codes,
-        {},
         {
             "cotangents": cotangents.codes,
             "cotangent_scales": cotangents.scales,
@@ -400,10 +381,8 @@ def experts(
     Returns:
         `[N, H]`, in the dtype of rows.
     """
-    found = tables.call(
+    found = _call(
         "ep_experts",
-        rows,
-        {},
         {"rows": rows, "gate_up": gate_up, "down": down, "group_sizes": sizes},
         {},
     )
@@ -433,10 +412,8 @@ def fp8_experts(
     Returns:
         `[N, H]`.
     """
-    found = tables.call(
+    found = _call(
         "ep_fp8_experts",
-        rows.codes,
-        {},
         {
             "rows": rows.codes,
             "row_scales": rows.scales,
@@ -539,10 +516,8 @@ def quantize_cotangents(values: jax.Array, sizes: jax.Array) -> Fp8Rows:
 
 def dequantize(rows: Fp8Rows, sizes: jax.Array, dtype: Any) -> jax.Array:
     """Returns what rows `[N, A]` stand for, rounded once to `dtype`."""
-    found = tables.call(
+    found = _call(
         "ep_dequantize_rows",
-        rows.codes,
-        {},
         {"codes": rows.codes, "scales": rows.scales, "group_sizes": sizes},
         {"out_dtype": jnp.dtype(dtype).name},
     )
