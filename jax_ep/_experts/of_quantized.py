@@ -40,7 +40,7 @@ class Fp8(Experts):
 
     takes_dispatched = True
     splits_by_group = True
-    quantizes = "fp8_block128"
+    quantizes: WeightFormat | None = "fp8_block128"
     name = "fp8"
 
     def reads_tail(self, case: Case) -> bool:
