@@ -97,7 +97,8 @@ cudaError_t Enqueue(RouterCall& call, int32_t, cudaStream_t stream) {
 }
 
 cudaError_t Enqueue(Call<MatmulStep>& call, int32_t, cudaStream_t stream) {
-  return cuda::GroupedMatmul(call.step, stream);
+  return call.step.portable ? cuda::PortableMatmul(call.step, stream)
+                            : cuda::GroupedMatmul(call.step, stream);
 }
 cudaError_t Enqueue(Call<ExpertsStep>& call, int32_t, cudaStream_t stream) {
   return cuda::ApplyExperts(call.step, stream);

@@ -2,7 +2,6 @@
 #include <type_traits>
 
 #include "cuda/matmul/kinds.h"
-#include "cuda/portable/portable.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -41,7 +40,6 @@ bool Has(ElementType element) {
 }
 
 cudaError_t Multiply(const MatmulStep& step, MatmulWay way, cudaStream_t stream) {
-  if (step.portable) return PortableMatmul(step, stream);
   if (!Fits(step)) return cudaErrorInvalidValue;
   if (!MatmulSupported()) return cudaErrorNotSupported;
   if (step.groups == 0) return cudaSuccess;
