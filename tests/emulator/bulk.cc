@@ -295,8 +295,10 @@ void BulkStore(void* global, const void* shared, uint32_t bytes) {
 namespace {
 void CarryOut(const std::vector<OwnCopied>& copies) {
   for (const OwnCopied& copy : copies) {
-    Reads(copy.from, copy.bytes);
-    StoreShared(*current->block, copy.to, copy.from, copy.bytes);
+    static constexpr uint8_t kZeros[16] = {};
+    const uint8_t* from = copy.from == nullptr ? kZeros : copy.from;
+    if (copy.from != nullptr) Reads(from, copy.bytes);
+    StoreShared(*current->block, copy.to, from, copy.bytes);
     Writes(copy.to, copy.bytes);
   }
 }
@@ -305,9 +307,25 @@ void CarryOut(const std::vector<OwnCopied>& copies) {
 void OwnCopy(void* shared, const void* global, uint32_t bytes) {
   const Unseen unseen;
   CheckShared(shared, bytes, bytes, "asynchronous copy");
-  CheckGlobal(global, bytes, bytes, "asynchronous copy");
+  if (global != nullptr) CheckGlobal(global, bytes, bytes, "asynchronous copy");
+  // What was there is gone from now on.
+  std::memset(shared, kUnderWay, bytes);
   current->own_open.push_back(
       {static_cast<uint8_t*>(shared), static_cast<const uint8_t*>(global), bytes});
+}
+
+void EndOwnCopies() {
+  const Unseen unseen;
+  current->own_groups.push_back(std::exchange(current->own_open, {}));
+}
+
+void AwaitOwnCopies(size_t pending) {
+  const Unseen unseen;
+  auto& groups = current->own_groups;
+  while (groups.size() > pending || (!groups.empty() && Random() % 4 == 0)) {
+    CarryOut(groups.front());
+    groups.pop_front();
+  }
 }
 
 void AsyncArrive(uint64_t* barrier) {

@@ -7,8 +7,10 @@ namespace jax_ep::emulator {
 namespace {
 
 // Where a block's shared memory begins. As on GPUs, the bits from 24 on give the block in the
-// cluster: without them an address belongs to block 0.
-uint32_t BlockAddress(const Block& block) { return block.cluster->start | block.rank() << 24; }
+// cluster: without them an address belongs to block 0. Blocks by themselves begin at 1024.
+uint32_t BlockAddress(const Block& block) {
+  return block.cluster == nullptr ? 1024 : block.cluster->start | block.rank() << 24;
+}
 
 }  // namespace
 
@@ -35,9 +37,8 @@ void ClusterSync() {
 uint32_t SharedAddress(const void* shared) {
   const Block& block = *current->block;
   const auto offset = static_cast<const uint8_t*>(shared) - block.shared.at;
-  if (block.cluster == nullptr || offset < 0 ||
-      offset > static_cast<ptrdiff_t>(block.shared.bytes)) {
-    Die("the address of %p, which is not in the shared memory of a block in a cluster", shared);
+  if (offset < 0 || offset > static_cast<ptrdiff_t>(block.shared.bytes)) {
+    Die("the address of %p, which is not in the shared memory of its block", shared);
   }
   return BlockAddress(block) + static_cast<uint32_t>(offset);
 }

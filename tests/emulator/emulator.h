@@ -173,6 +173,7 @@ struct Fiber {
   std::vector<std::shared_ptr<BulkGroup>> groups;
   // The thread's own copies: open ones, and those of groups.
   std::vector<OwnCopied> own_open;
+  std::deque<std::vector<OwnCopied>> own_groups;
   std::shared_ptr<BulkGroup> open;
   size_t puts = 0;  // how many it has taken part in
   // For races: whether a fence precedes its next stores, and relaxed loads since the last fence.
@@ -229,7 +230,11 @@ void AdvanceCopies();
 bool CopiesUnderWay();
 void ExpectNoCopies(const Block& block);
 
+// Without `global` it writes zeros.
 void OwnCopy(void* shared, const void* global, uint32_t bytes);
+// Makes a group of the thread's copies since the last one, and waits for all groups but some.
+void EndOwnCopies();
+void AwaitOwnCopies(size_t pending);
 void AsyncArrive(uint64_t* barrier);
 // Arrives at this block's mbarrier, or at the same place in another block of its cluster.
 void MbarrierArrive(uint64_t* barrier, uint32_t rank);

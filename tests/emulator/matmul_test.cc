@@ -11,6 +11,7 @@
 #include "../cc/check.h"
 #include "asked.h"
 #include "cuda/matmul/step.h"
+#include "cuda/portable/portable.h"
 #include "cuda_runtime.h"
 #include "formats/element_type.h"
 #include "formats/fp8_block128.h"
@@ -23,10 +24,22 @@ using cuda::MatmulKind;
 using cuda::MatmulStep;
 using Format = Fp8Block128Format;
 
-constexpr const char* kNames[] = {"fprop",       "dgrad",          "gate_up",
-                                  "down_dgrad",  "wgrad",          "fp8_matmul",
-                                  "fp8_gate_up", "fp8_down_dgrad", "experts"};
-constexpr int64_t kExperts = std::size(kNames) - 1;  // both matmuls; the others are kinds
+constexpr const char* kNames[] = {"fprop",
+                                  "dgrad",
+                                  "gate_up",
+                                  "down_dgrad",
+                                  "wgrad",
+                                  "fp8_matmul",
+                                  "fp8_gate_up",
+                                  "fp8_down_dgrad",
+                                  "experts",
+                                  "portable_fprop",
+                                  "portable_dgrad",
+                                  "portable_gate_up",
+                                  "portable_down_dgrad",
+                                  "portable_wgrad"};
+constexpr int64_t kExperts = 8;              // both matmuls; those before it are kinds
+constexpr int64_t kPortable = kExperts + 1;  // the first of the portable ones
 constexpr int64_t kBlock = Format::kBlock;
 constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 
@@ -34,6 +47,7 @@ constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 
 struct Draws {
   MatmulKind kind;
+  bool portable, exact;
   ElementType element, out;
   int64_t m, k, n;
   std::vector<int32_t> sizes;
@@ -52,16 +66,24 @@ struct Draws {
   bool b_mn_major() const { return kind == MatmulKind::kFprop || kind == MatmulKind::kGateUp; }
   int64_t groups() const { return static_cast<int64_t>(sizes.size()); }
   int64_t sides() const { return gate_up() ? 2 : 1; }
+  // Of an element of operands, and of results that have its type.
+  int64_t bytes() const { return fp8() ? 1 : ElementBytes(element); }
+  // How far off a product may be for the rounding of float32 factors.
+  double product_error() const {
+    if (element != ElementType::kFloat32) return 0;
+    return exact ? 0x1p-20 : 0x1p-9;
+  }
 };
 
 std::string Text(const Draws& draws) {
-  std::string text = kNames[static_cast<int>(draws.kind)];
+  std::string text = draws.portable ? "portable_" : "";
+  text += kNames[static_cast<int>(draws.kind)];
   const auto add = [&](const char* name, auto value) {
     text += std::string(" ") + name + " " + std::to_string(value);
   };
   add("element", int64_t(draws.element)), add("out", int64_t(draws.out));
   add("M", draws.m), add("K", draws.k), add("N", draws.n);
-  add("keep", draws.keep), add("in_place", draws.in_place);
+  add("exact", draws.exact), add("keep", draws.keep), add("in_place", draws.in_place);
   add("transposed", draws.scales_transposed), add("nans", draws.nans);
   add("magnitude", std::log2(draws.magnitude));
   text += " sizes";
@@ -86,11 +108,15 @@ int32_t DrawSize(Random& random) {
   }
 }
 
-Draws Draw(Random& random, MatmulKind kind) {
+Draws Draw(Random& random, MatmulKind kind, bool portable = false) {
   Draws draws{};
-  draws.kind = kind;
+  draws.kind = kind, draws.portable = portable;
   draws.element = random.OneIn(2) ? ElementType::kBFloat16 : ElementType::kFloat16;
-  const bool may_be_float = kind == MatmulKind::kWgrad || kind == MatmulKind::kFp8Matmul;
+  if (portable && random.OneIn(2)) draws.element = ElementType::kFloat32;
+  draws.exact = portable && random.OneIn(2);
+  const bool sums = kind == MatmulKind::kFprop || kind == MatmulKind::kDgrad;
+  const bool may_be_float =
+      kind == MatmulKind::kWgrad || kind == MatmulKind::kFp8Matmul || (portable && sums);
   draws.out = random.OneIn(2) && may_be_float ? ElementType::kFloat32 : draws.element;
   const int64_t align = ColumnsAlign(kind);
   const auto draw_columns = [&]() -> int64_t {
@@ -139,6 +165,7 @@ class Array {
     count_ = count;
     KeepAsFirst();
   }
+  int64_t count() const { return count_; }
   void KeepAsFirst() { first_.assign(data_, data_ + count_); }
   T* data() const { return data_; }
   T& operator[](int64_t i) const { return data_[i]; }
@@ -184,6 +211,7 @@ Values FillElements(Random& random, const Array<uint8_t>& to, ElementType elemen
 }
 
 constexpr uint16_t kNanBits = 0x7FFF;  // NaN in either 16-bit type
+constexpr uint32_t kFloatNanBits = 0x7FFFFFFF;
 
 // A draw's operands and results in memory, and the operands as numbers.
 struct Case {
@@ -204,7 +232,7 @@ struct Case {
       starts.push_back(std::min(m, starts.back() + std::max(sizes[i], 0)));
     }
     const int64_t b_count = of.wgrad() ? m * n : of.groups() * of.sides() * n * k;
-    const int64_t bytes = of.fp8() ? 1 : 2;
+    const int64_t bytes = of.bytes();
     a = Array<uint8_t>(m * k * bytes), b = Array<uint8_t>(b_count * bytes);
     if (of.fp8()) {
       FillFp8(random, b_count);
@@ -214,18 +242,19 @@ struct Case {
     }
     DrawNans(random);
     step.kind = of.kind, step.element = of.element;
+    step.portable = of.portable, step.exact = of.exact;
     // Other kinds leave it at its default.
-    if (of.wgrad() || of.kind == MatmulKind::kFp8Matmul) step.out_element = of.out;
+    if (of.wgrad() || of.kind == MatmulKind::kFp8Matmul || of.portable) step.out_element = of.out;
     step.m = m, step.groups = of.groups(), step.k = k, step.n = n;
     step.sizes = sizes.data(), step.a = a.data(), step.b = b.data();
     if (of.down_dgrad() || (of.gate_up() && of.keep)) {
-      gate_up_rows = Array<uint8_t>(m * 2 * n * 2);
+      gate_up_rows = Array<uint8_t>(m * 2 * n * (of.fp8() ? 2 : bytes));
       step.gate_up_rows = gate_up_rows.data();
     }
     if (of.down_dgrad()) {
       gate_up_values = FillElements(random, gate_up_rows, of.element, m * 2 * n, 6.0f);
       gate_up_rows.KeepAsFirst();
-      if (!of.in_place) to_gate_up_rows = Array<uint8_t>(m * 2 * n * 2);
+      if (!of.in_place) to_gate_up_rows = Array<uint8_t>(m * 2 * n * (of.fp8() ? 2 : bytes));
       step.to_gate_up_rows = of.in_place ? gate_up_rows.data() : to_gate_up_rows.data();
     }
     MakeOut();
@@ -234,7 +263,9 @@ struct Case {
   // Sets element `at` of an operand to NaN.
   void SetNan(bool of_a, int64_t at) {
     const Array<uint8_t>& array = of_a ? a : b;
-    std::memcpy(array.data() + (draws.fp8() ? at : 2 * at), &kNanBits, draws.fp8() ? 1 : 2);
+    uint8_t* to = array.data() + at * draws.bytes();
+    std::memcpy(to, &kNanBits, draws.fp8() ? 1 : 2);
+    if (draws.bytes() == 4) std::memcpy(to, &kFloatNanBits, 4);
     if (draws.fp8()) array.data()[at] = static_cast<uint8_t>(E4M3::kNan);
     (of_a ? a_values : b_values)[static_cast<size_t>(at)] =
         std::numeric_limits<double>::quiet_NaN();
@@ -313,7 +344,7 @@ struct Case {
         d = Array<uint8_t>(m * n * bytes);
         break;
       case MatmulKind::kGateUp:
-        d = Array<uint8_t>(m * n * 2);
+        d = Array<uint8_t>(m * n * draws.bytes());
         break;
       case MatmulKind::kDownDgrad:
         break;
@@ -444,6 +475,7 @@ std::vector<About> RowSums(const Case& c, int64_t group, int64_t row) {
       sum += product, absolute += std::fabs(product);
     }
     sums.push_back(Sum(sum, absolute, k));
+    sums.back().error += c.draws.product_error() * absolute;
   }
   return sums;
 }
@@ -510,6 +542,7 @@ void CheckWgrad(const Case& c, int64_t group) {
     }
     for (int64_t j = 0; j < n; ++j) {
       About want = Sum(sums[static_cast<size_t>(j)], absolute[static_cast<size_t>(j)], end - begin);
+      want.error += c.draws.product_error() * absolute[static_cast<size_t>(j)];
       if (begin == end) want = {};
       CheckElement(c.d, c.draws.out, (group * k + i) * n + j, want, "out", group * k + i, j);
     }
@@ -524,13 +557,14 @@ void CheckRest(const Case& c) {
     if (array.data() != nullptr) CHECK(array.unchanged(first * row, m * row));
   };
   const int64_t bytes = c.draws.fp8() && c.draws.kind != MatmulKind::kFp8Matmul ? 1
-                        : c.draws.gate_up() ? 2
+                        : c.draws.gate_up() ? c.draws.bytes()
                                             : ElementBytes(c.draws.out);
   const int64_t sides = c.draws.kind == MatmulKind::kFp8DownDgrad ? 2 : 1;
   check(c.d, sides * n * bytes);
   check(c.d_scales, sides * n / kBlock);
-  check(c.to_gate_up_rows, 2 * n * 2);
-  check(c.gate_up_rows, 2 * n * 2);
+  const int64_t of_gate_up = c.draws.fp8() ? 2 : c.draws.bytes();
+  check(c.to_gate_up_rows, 2 * n * of_gate_up);
+  check(c.gate_up_rows, 2 * n * of_gate_up);
   if (c.draws.down_dgrad() && !c.draws.in_place) CHECK(c.gate_up_rows.unchanged());
 }
 
@@ -539,7 +573,8 @@ void Run(const Draws& draws, Random& random) {
   const Case c(draws, random);
   cudaStream_t stream;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
-  CHECK(cuda::GroupedMatmul(c.step, stream) == cudaSuccess);
+  const auto multiply = draws.portable ? cuda::PortableMatmul : cuda::GroupedMatmul;
+  CHECK(multiply(c.step, stream) == cudaSuccess);
   CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
   for (int64_t group = 0; group < draws.groups(); ++group) {
     if (draws.wgrad()) {
@@ -632,6 +667,18 @@ void CheckRefusals(Random& random) {
     step.kind = MatmulKind::kFp8Matmul;
     step.m = (int64_t{1} << 26) + 1, step.k = 8192, step.n = 128;
   }));
+  const auto portably_refused = [&](auto change) {
+    MatmulStep step = c.step;
+    step.portable = true, step.out_element = step.element;
+    change(step);
+    return cuda::PortableMatmul(step, nullptr) == cudaErrorInvalidValue;
+  };
+  CHECK(portably_refused([](MatmulStep& step) { step.n = 60; }));
+  CHECK(portably_refused([](MatmulStep& step) { step.k = 0; }));
+  CHECK(portably_refused([](MatmulStep& step) { step.m = -1; }));
+  CHECK(portably_refused([](MatmulStep& step) { step.d = static_cast<uint8_t*>(step.d) + 8; }));
+  CHECK(portably_refused([](MatmulStep& step) { step.kind = MatmulKind::kFp8Matmul; }));
+  CHECK(portably_refused([](MatmulStep& step) { step.element = ElementType::kFloat32; }));
   MatmulStep none = c.step;
   none.groups = 0;
   CHECK(cuda::GroupedMatmul(none, nullptr) == cudaSuccess);
@@ -641,15 +688,22 @@ void CheckRefusals(Random& random) {
 }
 
 int Main(int argc, char** argv) {
-  const auto [only, seed, draws] = Asked(argc, argv, 27);
+  const auto [only, seed, draws] = Asked(argc, argv, 42);
   Random random(seed);
   CHECK(cuda::MatmulSupported() && cuda::PreloadMatmulKernels() == cudaSuccess);
+  CHECK(cuda::PortableSupported() && cuda::PreloadPortableKernels() == cudaSuccess);
   constexpr int64_t kKinds = std::size(kNames);
   int64_t kind = std::find(std::begin(kNames), std::end(kNames), only) - std::begin(kNames);
   if (kind == kKinds) CheckRefusals(random);
   for (int64_t i = 0; i < draws; ++i) {
     const int64_t of = kind < kKinds ? kind : i % kKinds;
-    of == kExperts ? RunExperts(random) : Run(Draw(random, static_cast<MatmulKind>(of)), random);
+    if (of == kExperts) {
+      RunExperts(random);
+    } else if (of < kExperts) {
+      Run(Draw(random, static_cast<MatmulKind>(of)), random);
+    } else {
+      Run(Draw(random, static_cast<MatmulKind>(of - kPortable), true), random);
+    }
   }
   std::printf("%lld matmuls: right\n", static_cast<long long>(draws));
   return 0;

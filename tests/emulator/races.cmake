@@ -50,6 +50,11 @@ mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
 
 # What scales are read by, tiles, and the lines of a drain; who zeros what a copy has brought; and
 # blocks that end while the other one still arrives.
+mutant(race_portable_barrier portable/kernel.cuh
+       "    AwaitCopies<kStages - 2>();
+    __syncthreads();
+    second" "    AwaitCopies<kStages - 2>();
+    second" portable/wgrad.cu "${RACE}|not so: " "matmul portable_wgrad 1 6")
 mutant(race_matmul_scales matmul/stages.cuh
        "    // Other lanes may still read scales, or miss the end of the phase that they wait for.
     __syncwarp();" "" matmul/fp8.cu "${RACE}" "matmul fp8_down_dgrad 1 12")

@@ -342,4 +342,18 @@ __device__ void BulkWaitRead();
 
 #endif  // sm_90
 
+// ---- Arithmetic ---------------------------------------------------------------------------------
+
+// 2^x and 1 / x, within two units of the last place.
+__device__ __forceinline__ float ExpTwo(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float FastReciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace jax_ep::cuda

@@ -377,18 +377,4 @@ __device__ __forceinline__ void StoreZeros(void* to) {
   *static_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
 }
 
-// ---- Arithmetic ---------------------------------------------------------------------------------
-
-// 2^x and 1 / x, within two units of the last place.
-__device__ __forceinline__ float ExpTwo(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float FastReciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace jax_ep::cuda

@@ -9,6 +9,8 @@
 
 #include "cuda/common/elements.cuh"
 #include "cuda/common/primitives.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/matmul/group_pieces.cuh"
 #include "cuda/portable/kinds.h"
 #include "cuda/portable/mma.cuh"
@@ -319,6 +321,14 @@ class FragmentPlaces {
   uint32_t b_[4];
 };
 
+// Splits the bits of a float into the bits that TF32 has and the rest, which TF32 may round. An
+// infinity has no rest, and neither part of a NaN is a number.
+__device__ __forceinline__ void SplitToTf32(uint32_t bits, uint32_t& high, uint32_t& low) {
+  high = bits & 0xFFFFE000u;
+  const bool infinite = (bits & 0x7FFFFFFFu) == 0x7F800000u;
+  low = infinite ? 0 : FloatBits(BitsFloat(bits) - BitsFloat(high));
+}
+
 // The sums of a warp: four rows of fragments, eight columns.
 struct Sums {
   float of[4][8][4];
@@ -461,7 +471,10 @@ struct StoredPart {
   }
 };
 
-__device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float Sigmoid(float x) {
+  constexpr float kLog2E = 1.44269504f;
+  return FastReciprocal(1.0f + ExpTwo(-kLog2E * x));
+}
 
 // A lane's rows of a tile: two of each fragment of A.
 struct LaneRow {
@@ -653,10 +666,10 @@ static_assert(kMemoryBytes <= 99 * 1024);
 
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, 1) Kernel(const Arguments with) {
-  extern __shared__ __align__(128) uint8_t memory[];
+  uint8_t* memory = SharedBytes();
   Tile* ring = reinterpret_cast<Tile*>(memory + kStages * kStageBytes);
   GroupStart* table = reinterpret_cast<GroupStart*>(ring + kRing);
-  const uint32_t stages = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  const uint32_t stages = SharedAddress(memory);
   uint32_t found = 0;  // tiles in the ring
   const auto find = [&] {
     if (Warp() == 0) {

@@ -1,6 +1,7 @@
 // From a MatmulStep to the launch of its kernel.
 #pragma once
 
+#include "cuda/common/launch.h"
 #include "cuda/portable/kernel.cuh"
 #include "cuda/portable/kinds.h"
 
@@ -14,7 +15,7 @@ cudaError_t AllowShared() {
 }
 
 template <typename Traits>
-cudaError_t Launch(const MatmulStep& step, cudaStream_t stream) {
+cudaError_t LaunchMatmul(const MatmulStep& step, cudaStream_t stream) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -32,15 +33,15 @@ cudaError_t Launch(const MatmulStep& step, cudaStream_t stream) {
                             static_cast<uint8_t*>(step.d),
                             static_cast<uint8_t*>(step.gate_up_rows),
                             static_cast<uint8_t*>(step.to_gate_up_rows)};
-  Kernel<Traits><<<static_cast<unsigned>(processors), kThreads, kMemoryBytes, stream>>>(arguments);
-  return cudaGetLastError();
+  return Launch(Kernel<Traits>, dim3(static_cast<unsigned>(processors)), kThreads, kMemoryBytes,
+                stream, arguments);
 }
 
 #define JAX_EP_PORTABLE(kind, Element, Out)                                    \
   template <>                                                                  \
   cudaError_t Multiply<MatmulKind::kind, Element, Out>(const MatmulStep& step, \
                                                        cudaStream_t stream) {  \
-    return Launch<Traits<MatmulKind::kind, Element, Out>>(step, stream);       \
+    return LaunchMatmul<Traits<MatmulKind::kind, Element, Out>>(step, stream); \
   }                                                                            \
   template <>                                                                  \
   cudaError_t Preload<MatmulKind::kind, Element, Out>() {                      \

@@ -1,12 +1,18 @@
 // The instructions of compute capability 8.0 that the portable matmuls are made of: asynchronous
-// copies to shared memory, loads of matrix fragments, and products of a warp.
+// copies to shared memory, loads of matrix fragments, and products of a warp. tests/emulator
+// replaces this header.
 #pragma once
 
 #include <cstdint>
 
 #include "formats/numbers.h"
 
-namespace jax_ep::cuda {
+namespace jax_ep::cuda::portable {
+
+// The address of shared memory, as the instructions below take it.
+__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
 
 // Copies 16 bytes to shared memory; if `bytes` is 0 and not 16, writes zeros and reads nothing.
 // Both addresses are multiples of 16.
@@ -76,12 +82,4 @@ __device__ __forceinline__ uint32_t RoundToTf32(uint32_t bits) {
   return rounded;
 }
 
-// Splits the bits of a float into the bits that TF32 has and the rest, which TF32 may round. An
-// infinity has no rest, and neither part of a NaN is a number.
-__device__ __forceinline__ void SplitToTf32(uint32_t bits, uint32_t& high, uint32_t& low) {
-  high = bits & 0xFFFFE000u;
-  const bool infinite = (bits & 0x7FFFFFFFu) == 0x7F800000u;
-  low = infinite ? 0 : FloatBits(BitsFloat(bits) - BitsFloat(high));
-}
-
-}  // namespace jax_ep::cuda
+}  // namespace jax_ep::cuda::portable

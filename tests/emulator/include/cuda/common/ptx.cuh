@@ -3,6 +3,7 @@
 // matter only to a build for races. Where the order among threads matters, other threads run first.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "emulator.h"
@@ -143,5 +144,9 @@ template <int kPending>
 void BulkWaitRead() {
   emulator::BulkWait(kPending, true);
 }
+
+inline float NoDenormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+inline float ExpTwo(float x) { return NoDenormal(std::exp2(NoDenormal(x))); }
+inline float FastReciprocal(float x) { return NoDenormal(1.0f / NoDenormal(x)); }
 
 }  // namespace jax_ep::cuda

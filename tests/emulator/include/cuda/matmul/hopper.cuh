@@ -151,8 +151,4 @@ inline void StoreZeros(void* to) {
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-inline float NoDenormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-inline float ExpTwo(float x) { return NoDenormal(std::exp2(NoDenormal(x))); }
-inline float FastReciprocal(float x) { return NoDenormal(1.0f / NoDenormal(x)); }
-
 }  // namespace jax_ep::cuda
