@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 
 from jax_ep._core import checks, errors, pytrees
 from jax_ep._core.arrays import as_array, as_ids
+from jax_ep._native.loader import cpu as native
 from jax_ep._placement import moving, packing
 
 Tree = TypeVar("Tree")
@@ -259,8 +260,8 @@ def balance(
         load: `[E]`, how busy each expert was, in any unit: `MoEAux.load`, or
             `jax_ep.stats.summary(load).expert_rows`. `[layers, E]` gives the placements
             of a stack of layers. If all loads are 0, experts count as equally busy.
-        num_slots: P, number of places, a multiple of `ep_size` and at least E; the
-            `num_experts` of the config.
+        num_slots: P, number of places, a multiple of `ep_size`, at least E and at most
+            2048; the `num_experts` of the config.
         ep_size: R, number of ranks.
         ranks_per_node: if given, nodes are made equally busy first, and then the ranks
             of each node, so that the copies of an expert lie on different nodes if
@@ -285,6 +286,13 @@ def balance(
         f"the number of experts, {experts}",
         slots,
         f"{errors.brief(-(-experts // ranks) * ranks)} is the least",
+    )
+    errors.require(
+        slots <= native.MAX_EXPERTS,
+        "placement.balance",
+        f"num_slots must be at most {native.MAX_EXPERTS}, as num_experts of a config",
+        errors.brief(slots),
+        "use fewer copies",
     )
     per_node = ranks
     if ranks_per_node is not None:

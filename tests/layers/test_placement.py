@@ -209,6 +209,7 @@ def test_a_stack_of_layers_and_its_time():
         ),
         ({"num_slots": 4}, r"at least the number of experts, 6, got 4; 6 is the least"),
         ({"num_slots": 8.0}, "num_slots must be a positive int, got 8.0; "),
+        ({"num_slots": 2**40}, "num_slots must be at most 2048, .*; use fewer copies"),
         ({"ep_size": 0}, "ep_size must be a positive int, got 0; "),
         ({"ranks_per_node": 3}, "ranks_per_node must divide ep_size, 2, got 3; leave"),
         ({"load": [1, -2.0]}, r"finite and not negative, got \[-2.0\] among them; "),
