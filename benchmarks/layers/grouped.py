@@ -54,7 +54,7 @@ CASES = {
 }
 SMALL = {"tiny": Case(128, 128, 2, 256)}
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
-WAYS = ("hopper", "jax", "batched", "fp8")
+WAYS = ("hopper", "portable", "jax", "batched", "fp8")
 # `jax.lax.ragged_dot` with an option of XLA that is only on for that way.
 FLAGS = {
     "jax_grouped_gemm": "xla_gpu_experimental_use_ragged_dot_grouped_gemm",
@@ -76,22 +76,22 @@ BOUNDS = {"hopper": 0.02, "fp8": 0.25}
 class Tokamax:
     """tokamax's ragged dot, with the implementation that it chooses."""
 
-    def fprop(self, rows, matrices, sizes):
-        return self._general(rows, matrices, sizes, ((1,), (1,)), [0])
+    def fprop(self, rows, matrices, sizes, dtype):
+        return self._general(rows, matrices, sizes, ((1,), (1,)), [0], dtype)
 
-    def dgrad(self, cotangents, matrices, sizes):
-        return self._general(cotangents, matrices, sizes, ((1,), (2,)), [0])
+    def dgrad(self, cotangents, matrices, sizes, dtype):
+        return self._general(cotangents, matrices, sizes, ((1,), (2,)), [0], dtype)
 
     def wgrad(self, rows, cotangents, sizes, dtype):
-        return self._general(rows, cotangents, sizes, ((0,), (0,)), []).astype(dtype)
+        return self._general(rows, cotangents, sizes, ((0,), (0,)), [], dtype)
 
-    def _general(self, a, b, sizes, contracting, groups):
+    def _general(self, a, b, sizes, contracting, groups, dtype):
         import tokamax
 
         numbers = jax.lax.RaggedDotDimensionNumbers(
             (contracting, ((), ())), [0], groups
         )
-        return tokamax.ragged_dot_general(a, b, sizes, numbers)
+        return tokamax.ragged_dot_general(a, b, sizes, numbers).astype(dtype)
 
 
 def products(op, groups):
@@ -108,10 +108,17 @@ def products(op, groups):
 
     def by(way):
         if op == "to matrices":
-            return lambda x, y, sizes: way.wgrad(x, y, sizes, x.dtype)
-        return way.dgrad if op == "to rows" else way.fprop
+            run = way.wgrad
+        else:
+            run = way.dgrad if op == "to rows" else way.fprop
+        return lambda x, y, sizes: run(x, y, sizes, x.dtype)
 
-    ways = {"hopper": by(hopper), "jax": by(ragged), "batched": batched}
+    ways = {
+        "hopper": by(hopper),
+        "portable": by(grouped.Portable(False)),
+        "jax": by(ragged),
+        "batched": batched,
+    }
     return ways | {"tokamax": by(Tokamax())} | dict.fromkeys(FLAGS, by(ragged))
 
 
@@ -237,6 +244,16 @@ def lowered(program, args):
     return text.count("custom_call @ep_")
 
 
+def leaves_out(name, names, room, groups, dense_groups):
+    """Whether a way is not to be timed."""
+    return (
+        name not in names
+        or (name == "batched" and room > 1)
+        or (name in DENSE and groups > dense_groups)
+        or (name == "portable" and jax.default_backend() != "gpu")
+    )
+
+
 def timed(name, program, args, flops, seconds):
     """Times a way; returns the row's entries besides its place, and results or None."""
     if name in ("hopper", "fp8") and jax.default_backend() != "gpu":
@@ -287,14 +304,12 @@ def measure_products(case, room, random, names, dense_groups, seconds):
             kept = groups if op == "to matrices" else held
             found = results = None
             for name, program in products(op, groups).items():
-                if name not in names or (name == "batched" and room > 1):
-                    continue
-                if name in DENSE and groups > dense_groups:
+                if leaves_out(name, names, room, groups, dense_groups):
                     continue
                 place = {"case": case, "matrix": matrix, "op": op, "way": name}
                 place["room"] = room
                 row, results = timed(name, program, args, 2 * held * a * b, seconds)
-                if name == "jax":
+                if name in ("jax", "portable"):
                     compared("hopper", row, found, results, kept)
                 elif name in MORE_WAYS:
                     compared_library(row, results, found, kept)
@@ -314,6 +329,7 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
     flops = 2 * 3 * held * hidden * inner
     ways = {
         "hopper": experts.hopper,
+        "portable": experts.portable,
         "jax": experts.ragged_dot,
         "batched": batched_experts(groups),
     } | dict.fromkeys(FLAGS, experts.ragged_dot)
@@ -331,9 +347,7 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
     for op in ("forward", "gradients"):
         wanted = None
         for name, run in ways.items():
-            if name not in names or (name == "batched" and room > 1):
-                continue
-            if name in DENSE and groups > dense_groups:
+            if leaves_out(name, names, room, groups, dense_groups):
                 continue
             given = (*(coded if name == "fp8" else (rows, gate_up)), down, sizes)
             program, done = run, flops
@@ -342,7 +356,7 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
             row, results = timed(name, program, given, done, seconds)
             if name == "hopper":
                 wanted = results
-            elif name == "jax":
+            elif name in ("jax", "portable"):
                 compared("hopper", row, wanted, results, held)
             elif name in FLAGS:
                 compared_library(row, results, wanted, held)

@@ -46,6 +46,9 @@ def route(ids: np.ndarray, aliases: dict[int, int] | None) -> list[np.ndarray]:
             num_experts=EXPERTS,
             coded=False,
             format="bf16",
+            expert_alignment=1,
+            zero_tail=False,
+            scale_layout="rows",
         )[1:]
 
     return [np.asarray(array) for array in jax.jit(call)(ids)]
