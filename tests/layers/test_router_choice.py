@@ -44,11 +44,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of logits with which the kernel was called."""
     made, true_call = [], tables.call
 
-    def call(target: Any, like: Any, dims: Any, operands: Any, attributes: Any) -> Any:
+    def call(
+        target: Any,
+        like: Any,
+        dims: Any,
+        operands: Any,
+        attributes: Any,
+        config: Any = None,
+    ) -> Any:
         if target == "ep_router":
             made.append(operands["logits"].shape)
         if target != "ep_router" or jax.default_backend() == "gpu":
-            return true_call(target, like, dims, operands, attributes)
+            return true_call(target, like, dims, operands, attributes, config)
         bias = operands["bias"]
         assert bias is None or bias.dtype == jnp.float32
         given = dict(attributes)

@@ -34,7 +34,9 @@ def test_grouped_kernels_are_lowered(tmp_path):
         pytest.skip("needs compute capability 9.0")
     rows = tiny(grouped, tmp_path)["results"]
     wholes = {(row["op"], row["way"]) for row in rows if row["matrix"] == "experts"}
-    ways = [(op, way) for op in ("forward", "gradients") for way in grouped.WAYS]
+    # The portable kernels are not lowered for an absent GPU.
+    timed = [way for way in grouped.WAYS if way != "portable" or not ON_CPU]
+    ways = [(op, way) for op in ("forward", "gradients") for way in timed]
     assert wholes == {("quantize", "fp8"), *ways}
     assert not any(row.get("wrong") for row in rows)
     assert all(row.get("kernels") or row["us"] > 0 for row in rows)
