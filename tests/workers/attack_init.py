@@ -240,6 +240,9 @@ def work(port: str, process: int, attacks: list[Attack]) -> None:
             name, kind = f"end{number}", attack.kind
             found = attempt(kind, native, mesh, config, name, everybody)
         print("attacked: " + json.dumps(found), flush=True)
+        # The next request would open a group in a process that is still looking at what
+        # is left, or whose sockets are still refused.
+        windows_worker.barrier(f"over{number}", everybody)
         mesh = _of_processes(mesh, everybody)
         name = f"next{number}"
         found = attempt(attack.kind, native, mesh, patient, name, everybody)
