@@ -233,7 +233,9 @@ def work(port: str, process: int, attacks: list[Attack]) -> None:
         with contextlib.ExitStack() as stack:
             if process == attack.victim:
                 stack.enter_context(attacked(native, attack))
-            elif attack.call == "ask":
+            # Before that, another's request could bring the victim past the point.
+            windows_worker.barrier(f"ready{number}", everybody)
+            if process != attack.victim and attack.call == "ask":
                 time.sleep(TOGETHER_S)  # so that the victim is the first to ask
             if attack.way == "kill":
                 everybody = [p for p in everybody if p != attack.victim]
