@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep._core import checks, errors, threads
-from jax_ep._core.arrays import as_array
+from jax_ep._core import errors, operands, threads
+from jax_ep._core.operands import Operand
 from jax_ep._experts import biases, grouped, of_quantized, of_rows, select
 from jax_ep._experts.activations import Activation as Activation
 from jax_ep._experts.interface import Case
@@ -121,6 +121,38 @@ def relu_squared(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(gate)) * up
 
 
+def _remedy_of_product(found: operands.Found) -> str:
+    rows, matrices, _ = found.shapes
+    if len(matrices) == 3 and rows[1:] == matrices[2:]:
+        return "pass transposed=True if the matrices have the contracted dimension last"
+    return "give them the same groups, and A columns"
+
+
+_FLOATS, _SIZES = operands.WIDE_FLOATS, "int32"
+_MULTIPLIED = (
+    Operand(
+        "rows, matrices and group_sizes",
+        "[N, A], [L, A, B] and [L]",
+        (_FLOATS, _FLOATS, _SIZES),
+        _remedy_of_product,
+    ),
+)
+_TRANSPOSED = (
+    _MULTIPLIED[0]._replace(
+        shapes="[N, A], [L, B, A] and [L]",
+        remedy="give them the same groups, and A columns",
+    ),
+)
+_BIASED = (
+    Operand(
+        "rows, bias and group_sizes",
+        "[N, F], [L, F] and [L]",
+        (_FLOATS, _FLOATS, _SIZES),
+        "pass the rows and the biases of this rank's experts",
+    ),
+)
+
+
 def grouped_matmul(
     rows: jax.Array,
     matrices: jax.Array,
@@ -155,26 +187,10 @@ def grouped_matmul(
         ValueError, TypeError: while tracing, if shapes or dtypes are not as described.
     """
     function = "experts.grouped_matmul"
-    rows = as_array(function, "rows", rows)
-    matrices = as_array(function, "matrices", matrices)
-    group_sizes = as_array(function, "group_sizes", group_sizes)
-    for name, array in (("rows", rows), ("matrices", matrices)):
-        _require_floats(function, name, array)
-    checks.require_dtype(function, "group_sizes", group_sizes, "int32")
-    contracted = matrices.shape[2 if transposed else 1 :][:1]
-    errors.require(
-        rows.ndim == 2
-        and matrices.ndim == 3
-        and group_sizes.shape == matrices.shape[:1]
-        and rows.shape[1:] == contracted,
-        function,
-        "rows, matrices and group_sizes must be [N, A], "
-        f"{'[L, B, A]' if transposed else '[L, A, B]'} and [L]",
-        f"{rows.shape}, {matrices.shape} and {group_sizes.shape}",
-        "pass transposed=True if the matrices have the contracted dimension last"
-        if not transposed and rows.shape[1:] == matrices.shape[2:]
-        else "give them the same groups, and A columns",
-    )
+    given = {"rows": rows, "matrices": matrices, "group_sizes": group_sizes}
+    table = _TRANSPOSED if transposed else _MULTIPLIED
+    arrays = operands.checked(function, table, given)
+    rows, matrices, group_sizes = arrays.values()
     case = Case(jax.local_devices()[0], rows.dtype.name)
     out = jnp.dtype(preferred_element_type or rows.dtype)
     errors.require(
@@ -209,32 +225,11 @@ def add_bias(rows: jax.Array, bias: jax.Array, group_sizes: jax.Array) -> jax.Ar
         ValueError, TypeError: while tracing, if shapes or dtypes are not as described.
     """
     rows, bias, group_sizes = map(jnp.asarray, (rows, bias, group_sizes))
-    for name, array in (("rows", rows), ("bias", bias)):
-        _require_floats("experts.add_bias", name, array)
-    checks.require_dtype("experts.add_bias", "group_sizes", group_sizes, "int32")
-    wanted = (*group_sizes.shape, *rows.shape[1:])
-    errors.require(
-        rows.ndim == 2 and group_sizes.ndim == 1 and bias.shape == wanted,
-        "experts.add_bias",
-        "rows, bias and group_sizes must be [N, F], [L, F] and [L]",
-        f"{rows.shape}, {bias.shape} and {group_sizes.shape}",
-        "pass the rows and the biases of this rank's experts",
-    )
+    given = {"rows": rows, "bias": bias, "group_sizes": group_sizes}
+    operands.checked("experts.add_bias", _BIASED, given)
     case = Case(jax.local_devices()[0], rows.dtype.name)
     products = of_rows.first(case).products(case)
     return biases.add(rows, bias, group_sizes, products)
-
-
-def _require_floats(function: str, name: str, array: jax.Array) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
-        raise errors.invalid(
-            function,
-            f"{name} must be bfloat16, float16, float32 or float64",
-            array.dtype,
-            "cast it to the dtype of the tokens",
-            operand=name,
-            kind=TypeError,
-        )
 
 
 def auto_is_hopper(

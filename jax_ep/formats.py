@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep._core import errors
-from jax_ep._core.arrays import as_array, cast_remedy, dtype_of
+from jax_ep._core import errors, operands
+from jax_ep._core.arrays import as_array, dtype_of
 from jax_ep._core.formats import (
     block,
     columns,
@@ -27,6 +27,7 @@ from jax_ep._core.formats import (
     wire_names,
 )
 from jax_ep._core.literals import DTYPES, Format
+from jax_ep._core.operands import Operand
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._native import ffi
 from jax_ep._native.loader import cpu as native
@@ -46,6 +47,11 @@ __all__ = [
     "tiles_scales",
     "wire_names",
 ]
+
+
+_TOKENS = Operand(
+    "tokens", "[..., H]", operands.SUPPORTED, "give them columns", "cast them"
+)
 
 
 def quantize(
@@ -72,12 +78,8 @@ def quantize(
         ValueError, TypeError: an argument is not as described above.
     """
     _require_format("quantize", format)
-    tokens = as_array("formats.quantize", "tokens", tokens)
-    if tokens.dtype.name not in DTYPES or tokens.ndim == 0:
-        raise TypeError(
-            f"jax_ep.formats.quantize: tokens must be {', '.join(DTYPES)} with "
-            f"a dimension, got {tokens.dtype} {tokens.shape}; cast or reshape them"
-        )
+    given = {"tokens": tokens}
+    tokens = operands.checked("formats.quantize", (_TOKENS,), given)["tokens"]
     scale = global_scale("formats.quantize", format, tokens, input_scale)
     if not is_quantized(format):
         return tokens, None
@@ -150,27 +152,22 @@ def dequantize(
             f"jax_ep.formats.dequantize: scales must be given for {format!r}, got "
             "None; pass those that came with the tokens"
         )
-    scales = as_array("formats.dequantize", "scales", scales)
     if not errors.is_one_of(scale_layout, ("rows",)):
+        scales = as_array("formats.dequantize", "scales", scales)
         scales = _from_columns(tokens, scales, format, scale_layout)
-    for name, array, wanted in (
-        ("tokens", tokens, payload_dtype(format, "")),
-        ("scales", scales, scale_dtype(format)),
-    ):
-        if array.dtype != wanted or array.ndim == 0:
-            other = array.ndim > 0 and cast_remedy(name, array.dtype, wanted)
-            raise TypeError(
-                f"jax_ep.formats.dequantize: {name} of {format!r} must be {wanted} "
-                f"with a dimension, got {array.dtype} {array.shape}; "
-                + (other or "pass what was made")
-            )
+    remedy, of = "pass arrays of one call", f"of {format!r}"
+    codes, of_scales = payload_dtype(format, ""), scale_dtype(format)
+    table = (
+        operands.of_codes("tokens", "", codes, f"codes {of}", remedy),
+        operands.of_codes("scales", "", of_scales, f"scales {of}", remedy),
+        Operand("tokens and scales", "[..., C] and [..., S]", operands.ANY, remedy),
+    )
+    given = {"tokens": tokens, "scales": scales}
+    blocks = jnp.shape(scales)[-1:]
+    sizes = {"C": columns(format, blocks[0] * block(format))} if blocks else {}
+    arrays = operands.checked("formats.dequantize", table, given, sizes)
+    tokens, scales = arrays["tokens"], arrays["scales"]
     *leading, hidden = (*scales.shape[:-1], scales.shape[-1] * block(format))
-    if tokens.shape != (*leading, columns(format, hidden)):
-        raise ValueError(
-            "jax_ep.formats.dequantize: tokens must have shape "
-            f"{(*leading, columns(format, hidden))} for scales {scales.shape}, got "
-            f"{tokens.shape}; pass arrays of one call"
-        )
     scale = global_scale("formats.dequantize", format, tokens, input_scale)
     tokens, scales, scale = _alike(tokens, scales, scale)
     return ffi.call(

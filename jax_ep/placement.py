@@ -25,12 +25,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_ep._core import checks, errors, pytrees
-from jax_ep._core.arrays import as_array, as_ids
+from jax_ep._core import errors, operands, pytrees
+from jax_ep._core.arrays import as_array
+from jax_ep._core.operands import Operand
 from jax_ep._native.loader import cpu as native
 from jax_ep._placement import moving, packing
 
 Tree = TypeVar("Tree")
+
+_ASSIGNED = (Operand("topk_ids", "[..., K]", operands.IDS, "pass one row per token"),)
 
 
 @pytrees.register()
@@ -83,15 +86,8 @@ class Placement:
             ValueError, TypeError: an argument is not as described above.
         """
         _require_one_layer("assign", self)
-        ids = as_ids("placement.assign", "topk_ids", topk_ids)
-        checks.require_dtype("placement.assign", "topk_ids", ids, "int32")
-        errors.require(
-            ids.ndim > 0,
-            "placement.assign",
-            "topk_ids must be [..., K]",
-            ids.shape,
-            "pass one row per token",
-        )
+        given = {"topk_ids": topk_ids}
+        ids = operands.checked("placement.assign", _ASSIGNED, given)["topk_ids"]
         at = jnp.asarray(offset)
         errors.require(
             at.ndim == 0 and jnp.issubdtype(at.dtype, jnp.integer),

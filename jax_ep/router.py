@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_ep._core import calls, checks, errors, pytrees
+from jax_ep._core import calls, errors, operands, pytrees
 from jax_ep._core.arrays import as_array
 from jax_ep._core.literals import SCORES, Score
+from jax_ep._core.operands import Operand
 from jax_ep._ops import router_choice
 
 # Scores whose sum is less are divided as powers of e: they may underflow, and
@@ -166,6 +167,20 @@ RouterFunction = Callable[
 ]
 
 
+_OPERANDS = (
+    Operand("logits", "[n, E]", operands.ANY, "reshape them to one row per token"),
+    Operand("bias", "[E]", operands.ANY, "pass one number per expert", optional=True),
+    Operand(
+        "mask",
+        "[n]",
+        "bool",
+        "pass one bool per token",
+        "pass one bool per token",
+        optional=True,
+    ),
+)
+
+
 def route(
     logits: ArrayLike,
     top_k: int,
@@ -195,23 +210,12 @@ def route(
     router = Router() if router is None else router
     what, remedy = "a jax_ep.router.Router", "leave it out for softmax top-k"
     errors.require_type("router.route", "router", router, Router, what, remedy)
-    logits = jnp.asarray(logits)
-    errors.require(
-        logits.ndim == 2,
-        "router.route",
-        "logits must be [n, E]",
-        logits.shape,
-        "reshape them to one row per token",
-    )
-    n, experts = logits.shape
+    given = {"logits": logits, "bias": bias, "mask": mask}
+    given = {n: None if v is None else jnp.asarray(v) for n, v in given.items()}
+    arrays = operands.checked("router.route", _OPERANDS, given)
+    logits, bias, mask = arrays["logits"], arrays.get("bias"), arrays.get("mask")
+    experts = logits.shape[1]
     router._check_choice("router.route", experts, top_k)
-    if bias is not None:
-        bias, remedy = jnp.asarray(bias), "pass one number per expert"
-        checks.require_shape("router.route", "bias", bias, (experts,), "[E]", remedy)
-    if mask is not None:
-        mask, remedy = jnp.asarray(mask), "pass one bool per token"
-        checks.require_dtype("router.route", "mask", mask, "bool", remedy)
-        checks.require_shape("router.route", "mask", mask, (n,), "[n]", remedy)
     logits = logits.astype(jnp.float32)
     # NaN logits of padding would reach derivatives even though their weights are 0.
     real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
@@ -399,6 +403,12 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     return Losses(balance, z / tokens, load)
 
 
+_UPDATED = (
+    Operand("bias", "[..., E]", operands.ANY),
+    Operand("load", "[..., E]", operands.ANY, "pass aux.load of the same layer"),
+)
+
+
 def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Array:
     """Moves the bias up by `rate` if an expert's load is below the mean, else down.
 
@@ -416,7 +426,7 @@ def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Arr
         ValueError, TypeError: `load` is not an array of the shape of `bias`, or `rate`
             is not a number.
     """
-    function, why = "router.update_bias", "that of bias"
+    function = "router.update_bias"
     kinds, what = numbers.Real | jax.Array | np.ndarray, "a number"
     errors.require_type(function, "rate", rate, kinds, what, "convert it with float()")
     if not isinstance(rate, numbers.Real):
@@ -428,6 +438,7 @@ def update_bias(bias: ArrayLike, load: ArrayLike, rate: float = 1e-3) -> jax.Arr
             f"{array.dtype} of shape {array.shape}",
             "pass a float, the same for all experts",
         )
-    load, remedy = as_array(function, "load", load), "pass aux.load of the same layer"
-    checks.require_shape(function, "load", load, jnp.shape(bias), why, remedy)
-    return jnp.asarray(bias) + rate * jnp.sign(jnp.mean(load) - load)
+    given = {"bias": jnp.asarray(bias), "load": load}
+    arrays = operands.checked(function, _UPDATED, given)
+    load = arrays["load"]
+    return arrays["bias"] + rate * jnp.sign(jnp.mean(load) - load)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
-from jax_ep._core import batching, calls, errors
+from jax_ep._core import batching, calls, errors, operands
 from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.literals import WEIGHT_FORMATS, Format, WeightFormat
 from jax_ep._core.types import Dispatched
@@ -118,7 +118,7 @@ class Fp8(Experts):
                 )
             weights, masters = gate_up, None
         else:
-            masters = _checked_matrices("experts.fp8", gate_up, down)
+            masters = _checked_masters("experts.fp8", gate_up, down)
             weights = quantized
         codes = None if weights is None else _checked_codes("experts.fp8", weights)
         shapes = codes
@@ -224,7 +224,7 @@ def quantize_weights(
             "docs/fp8.md describes them",
             operand="format",
         )
-    given = _checked_matrices(function, gate_up, down)
+    given = _checked_masters(function, gate_up, down)
     _, hidden, _, inner = given[0].shape
     _require_multiple(function, hidden, inner, _quantized.multiple_of(format))
 
@@ -262,38 +262,18 @@ def prepare(weights: QuantizedWeights) -> QuantizedWeights:
         return batching.in_turn(run)(weights)
 
 
-def _checked_matrices(
+_MASTERS = orders.MATRICES._replace(
+    dtype=operands.WIDE_FLOATS,
+    cast="pass the masters, or all codes as one QuantizedWeights",
+)
+
+
+def _checked_masters(
     function: str, gate_up: Any, down: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns both as arrays; raises unless they are [L, H, 2, F] and [L, F, H]."""
-    first = as_array(function, "gate_up", gate_up)
-    second = as_array(function, "down", down)
-    for name, matrix in (("gate_up", first), ("down", second)):
-        dtype = matrix.dtype
-        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-            raise errors.invalid(
-                function,
-                f"{name} must have a floating dtype of 16 bits or more",
-                dtype,
-                "pass the masters, or all codes as one QuantizedWeights",
-                operand=name,
-                kind=TypeError,
-            )
-    shape = first.shape
-    if (
-        len(shape) != 4
-        or shape[2] != 2
-        or second.shape != (shape[0], shape[3], shape[1])
-    ):
-        raise errors.invalid(
-            function,
-            "gate_up and down must be [L, H, 2, F] and [L, F, H]",
-            f"{shape} and {second.shape}",
-            orders.remedy(shape, second.shape)
-            or "stack gate and up along a dimension of their own, gate first",
-            operand="gate_up",
-        )
-    return first, second
+    given = {"gate_up": gate_up, "down": down}
+    arrays = operands.checked(function, (_MASTERS,), given)
+    return arrays["gate_up"], arrays["down"]
 
 
 def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._core import calls, checks, errors
-from jax_ep._core.arrays import as_array
+from jax_ep._core import calls, errors, operands
 from jax_ep._core.literals import DTYPES
+from jax_ep._core.operands import Operand
 from jax_ep._core.types import Dispatched
 from jax_ep._experts import (
     activations,
@@ -161,7 +161,9 @@ class OfRows(Experts):
                 cannot run here.
         """
         function = f"experts.{self.name}"
-        _require_operands(function, self.kinds, rows, gate_up, down, group_sizes)
+        given = Operands(rows, gate_up, down, group_sizes)
+        options = Options(gate_bias, up_bias, down_bias, activation)
+        _require_operands(function, self.kinds, given, options)
         device = device or jax.local_devices()[0]
         case = Case(device, rows.dtype.name)
         obstacle = self.obstacle(case)
@@ -170,9 +172,7 @@ class OfRows(Experts):
                 f"jax_ep.{function}: must have {obstacle}; use "
                 "jax_ep.experts.Padded or leave experts out"
             )
-        options = Options(gate_bias, up_bias, down_bias, activation)
-        operands = Operands(rows, gate_up, down, group_sizes)
-        return self.apply(case, operands, options)
+        return self.apply(case, given, options)
 
     def on(self, device: Any) -> Any:
         """Returns a partial with this device."""
@@ -387,12 +387,10 @@ class Padded(OfRows):
 def _require_operands(
     function: str,
     kinds: str,
-    rows: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    group_sizes: jax.Array,
+    given: Operands,
+    options: Options,
 ) -> None:
-    if isinstance(rows, Dispatched):
+    if isinstance(given.rows, Dispatched):
         raise errors.invalid(
             function,
             "rows must be an array",
@@ -401,7 +399,7 @@ def _require_operands(
             operand="rows",
             kind=TypeError,
         )
-    if isinstance(gate_up, QuantizedWeights):
+    if isinstance(given.gate_up, QuantizedWeights):
         raise errors.invalid(
             function,
             "gate_up must be an array",
@@ -410,43 +408,24 @@ def _require_operands(
             operand="gate_up",
             kind=TypeError,
         )
-    for name, value in (
-        ("rows", rows),
-        ("gate_up", gate_up),
-        ("down", down),
-        ("group_sizes", group_sizes),
-    ):
-        as_array(function, name, value)
-    dtype = rows.dtype
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
-        codes = checks.is_codes(dtype)
-        raise errors.invalid(
-            function,
-            f"rows must be {kinds}",
-            dtype,
-            checks.CODES_REMEDY if codes else "cast them to the dtype of the tokens",
-            operand="rows",
-            kind=TypeError,
-        )
-    checks.require_dtype(function, "group_sizes", group_sizes, "int32")
-    errors.require(
-        rows.ndim == 2 and group_sizes.ndim == 1,
-        function,
-        "rows and group_sizes must be [N, H] and [L]",
-        f"{rows.shape} and {group_sizes.shape}",
+    rows = Operand(
+        "rows and group_sizes",
+        "[N, H] and [L]",
+        (operands.WIDE_FLOATS._replace(words=kinds), "int32"),
         "pass those of the dispatch",
     )
-    groups, hidden, inner = group_sizes.shape[0], rows.shape[1], down.shape[1:2]
-    wanted = (groups, hidden, 2, *inner), (groups, *inner, hidden)
-    errors.require(
-        (gate_up.shape, down.shape) == wanted,
-        function,
-        f"gate_up and down must be [L, H, 2, F] and [L, F, H] with L = {groups}, the "
-        f"length of group_sizes, and H = {hidden}",
-        f"{gate_up.shape} and {down.shape}",
-        orders.remedy(gate_up.shape, down.shape, hidden)
-        or "pass the matrices of this rank's experts in this order, gate first",
+    table = (rows, orders.MATRICES, *_BIASES)
+    operands.checked(function, table, given._asdict() | options._asdict())
+
+
+_BIASES = tuple(
+    Operand(name, shape, operands.FLOATS, "pass those of the matrices", optional=True)
+    for name, shape in (
+        ("gate_bias", "[L, F]"),
+        ("up_bias", "[L, F]"),
+        ("down_bias", "[L, H]"),
     )
+)
 
 
 def _wide(

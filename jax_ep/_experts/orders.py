@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 
+from jax_ep._core.operands import ANY, Found, Operand
+
 Shape = tuple[int, ...]
 
 _SWAPPED = "swapaxes(-2, -1)"
@@ -89,6 +91,18 @@ def _of_gate_up(
                 f"{letter}] with {name}.transpose({given})"
             )
     return ways
+
+
+def _remedy_of_matrices(found: Found) -> str:
+    hidden = found.sizes.get("H")
+    return remedy(found.shapes[0], found.shapes[1], hidden) or (
+        "pass the matrices of this rank's experts in this order, gate first"
+    )
+
+
+MATRICES = Operand(
+    "gate_up and down", "[L, H, 2, F] and [L, F, H]", ANY, _remedy_of_matrices
+)
 
 
 def split(name: str) -> str:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jax_ep._core import calls, checks, context, errors
-from jax_ep._core.arrays import as_array, as_ids
+from jax_ep._core import calls, checks, context, errors, operands
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
-from jax_ep._core.literals import DTYPES, Transport
+from jax_ep._core.literals import Transport
+from jax_ep._core.operands import Operand
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._layers import columns
 from jax_ep._ops import combine as combining
@@ -331,58 +331,51 @@ class Flattened(NamedTuple):
     config: dict[str, Any]
 
 
+_OPERANDS = (
+    Operand(
+        "tokens",
+        "[..., H]",
+        operands.SUPPORTED,
+        "pass an array with a row for each token",
+        "cast them to one of these",
+    ),
+    Operand(
+        "topk_ids",
+        "[..., K]",
+        operands.IDS,
+        "give each token its top_k ids, -1 where it has fewer",
+    ),
+    Operand(
+        "router_weights",
+        "[..., K]",
+        operands.FLOATS,
+        "give each id of topk_ids its weight",
+        'cast them with router_weights.astype("float32")',
+    ),
+)
+
+
 def flattened(
     function: str, tokens: Any, topk_ids: Any, router_weights: Any
 ) -> Flattened:
     """Returns the checked operands of a call, flattened."""
-    tokens = as_array(function, "tokens", tokens)
-    topk_ids = as_ids(function, "topk_ids", topk_ids)
-    weights = as_array(function, "router_weights", router_weights)
-    if tokens.dtype.name not in DTYPES:
-        raise errors.invalid(
+    given = {
+        "tokens": tokens,
+        "topk_ids": topk_ids,
+        "router_weights": router_weights,
+    }
+    for name, what in (("tokens", "columns"), ("topk_ids", "ids for each token")):
+        shape = getattr(given[name], "shape", ())
+        errors.require(
+            shape[-1:] != (0,),
             function,
-            f"tokens must be one of {list(DTYPES)}",
-            tokens.dtype,
-            "cast them to one of these",
-            operand="tokens",
-            kind=TypeError,
+            f"{name} must have {what}",
+            shape,
+            "leave the call out where there is nothing to send",
         )
-    checks.require_ids(function, topk_ids)
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise errors.invalid(
-            function,
-            "router_weights must have a floating dtype",
-            weights.dtype,
-            'cast them with router_weights.astype("float32")',
-            operand="router_weights",
-            kind=TypeError,
-        )
+    arrays = operands.checked(function, _OPERANDS, given)
+    tokens, topk_ids, weights = arrays.values()
     leading = tokens.shape[:-1]
-    if tokens.ndim == 0 or tokens.shape[-1] == 0:
-        raise errors.invalid(
-            function,
-            "tokens must have shape [..., hidden_size]",
-            tokens.shape,
-            "pass an array with a row for each token",
-            operand="tokens",
-        )
-    if topk_ids.ndim == 0 or topk_ids.shape[:-1] != leading or not topk_ids.shape[-1]:
-        raise errors.invalid(
-            function,
-            f"topk_ids must have shape [..., top_k] with {leading} before top_k, as "
-            "tokens have before hidden_size",
-            topk_ids.shape,
-            "give each token its top_k ids, -1 where it has fewer",
-            operand="topk_ids",
-        )
-    checks.require_shape(
-        function,
-        "router_weights",
-        weights,
-        topk_ids.shape,
-        "that of topk_ids",
-        "give each id of topk_ids its weight",
-    )
     n, top_k = math.prod(leading), topk_ids.shape[-1]
     return Flattened(
         tokens.reshape(n, tokens.shape[-1]),

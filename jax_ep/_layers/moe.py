@@ -164,7 +164,9 @@ def moe_ffn(
     tokens = as_array("moe_ffn", "tokens", tokens)
     moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts, activation)
     count = moe_checks.checked_placement(ep, placement)
-    params = moe_checks.checked_params(ep, tokens, params, routing, tp_axis, count)
+    params = moe_checks.checked_params(
+        ep, tokens, residual, params, routing, tp_axis, count
+    )
     run = expert_rows.implementation(experts, "experts" in params)
     moe_checks.require_blocks(ep, run, params, tp_axis)
     if tp_axis is not None:
@@ -172,7 +174,7 @@ def moe_ffn(
     if mask is not None:
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:
-        residual = moe_checks.checked_residual(ep, residual, tokens)
+        residual = jnp.asarray(residual)
     config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from jax_ep import placement as placements
 from jax_ep import router as routers
-from jax_ep._core import calls, checks, errors
+from jax_ep._core import calls, checks, errors, operands
 from jax_ep._core.arrays import as_array
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
+from jax_ep._core.operands import Operand
 from jax_ep._core.varying import varying
 from jax_ep._experts import orders
 from jax_ep._experts.interface import Experts, of
@@ -80,13 +81,13 @@ def require_choices(
         "a function of gate and up",
         "leave it out for silu(gate) * up",
     )
-    for name, value, operands, options in (
+    for name, value, taken, options in (
         ("router", router, ("logits",), ROUTER_KEYWORDS),
         ("experts", experts, _operands(experts), _EXPERTS_KEYWORDS),
         ("activation", activation, ("gate", "up"), ()),
     ):
         if not isinstance(value, type):
-            calls.require_takes(function, name, value, operands, options)
+            calls.require_takes(function, name, value, taken, options)
     for name, value, instance in (
         ("router", router, "jax_ep.router.Router()"),
         ("experts", experts, "jax_ep.experts.Padded(largest)"),
@@ -164,28 +165,25 @@ def check_choices(
 
 def checked_mask(function: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     """Returns `mask` as a bool array with one entry per token."""
-    array = as_array(function, "mask", mask)
-    remedy = "pass one bool per token"
-    checks.require_dtype(function, "mask", array, "bool", remedy)
-    checks.require_shape(function, "mask", array, shape, "that of the tokens", remedy)
-    return array
+    arrays = operands.checked(function, (_MASK,), {"mask": mask}, {"...": shape})
+    return arrays["mask"]
 
 
-def checked_residual(ep: EPHandle, residual: Any, tokens: jax.Array) -> jax.Array:
-    """Returns `residual` as an array; it must match tokens, as adding broadcasts."""
-    array = as_array("moe_ffn", "residual", residual)
-    checks.require_dtype("moe_ffn", "residual", array, ep.config.dtype)
-    remedy = "pass one row per token"
-    checks.require_shape(
-        "moe_ffn", "residual", array, tokens.shape, "that of tokens", remedy
-    )
-    return array
+_ONE_BOOL = "pass one bool per token"
+_MASK = Operand("mask", "[...]", "bool", _ONE_BOOL, _ONE_BOOL)
 
 
-def _remedy_of_weights(
-    found: tuple[tuple[int, ...], ...], local: int, hidden: int, tp: str | None
-) -> str:
-    gate_up, down = found
+def _remedy_of_tokens(found: operands.Found) -> str:
+    (tokens,) = found.shapes
+    if len(tokens) != 2:
+        return "reshape them to two dimensions"
+    hidden = found.sizes["H"]
+    return f"pass tokens of {hidden} columns, or init ep with hidden_size={tokens[1]}"
+
+
+def _remedy_of_weights(tp: str | None, found: operands.Found) -> str:
+    gate_up, down = found.shapes
+    local, hidden = found.sizes["L"], found.sizes["H"]
     remedy = orders.remedy(gate_up, down, hidden)
     steps = [remedy] if remedy else []
     if remedy and tp and len(gate_up) == 3:
@@ -214,20 +212,21 @@ def remedy_of_parameters(
     return "give it the weights of this layer, or make the layer with their sizes"
 
 
-def _remedy_of_shared(found: Sequence[Any], hidden: int) -> str:
-    return "" if None in found else orders.shared_remedy(found[0], found[1], hidden)
+def _remedy_of_shared(otherwise: str, found: operands.Found) -> str:
+    gate_up, down = found.shapes
+    return orders.shared_remedy(gate_up, down, found.sizes["H"]) or otherwise
 
 
-def _remedy_of_bias(
-    name: str, found: tuple[int, ...], wanted: tuple[int, ...], tp: str | None
-) -> str:
+def _remedy_of_bias(name: str, tp: str | None, found: operands.Found) -> str:
+    (bias,), sizes = found
+    local, columns = sizes.values()
     sharded = "shard dimension 0 over the EP axes"
-    if len(found) != 2 or found[1] == wanted[1]:
+    if len(bias) != 2 or bias[1] == columns:
         return sharded
-    steps = [] if found[0] == wanted[0] else [sharded]
+    steps = [] if bias[0] == local else [sharded]
     if name == "down_bias":
         steps.append("give it all H columns")
-    elif found[1] == 2 * wanted[1] and not tp:
+    elif bias[1] == 2 * columns and not tp:
         steps.append(f"pass gate_bias and up_bias: {_split_bias(name)}")
     else:
         how = f", split over {tp!r} as gate_up is" if tp else ""
@@ -243,10 +242,9 @@ def _split_bias(name: str) -> str:
     )
 
 
-def _remedy_of_router(
-    found: tuple[int, ...], wanted: tuple[int, ...], ranks: int
-) -> str:
-    hidden, experts = wanted
+def _remedy_of_router(ranks: int, given: operands.Found) -> str:
+    (found,), sizes = given
+    hidden, experts = sizes["H"], sizes["E"]
     whole = "replicate it over all axes"
     if found == (experts, hidden):
         return "transpose it with router.T"
@@ -277,9 +275,8 @@ def require_keywords(experts: Experts, options: Mapping[str, Any]) -> None:
             operand="experts",
             kind=TypeError,
         )
-    operands = _operands(experts)
-    given = experts.given
-    calls.require_takes("moe_ffn", "experts", given, operands, list(options))
+    given, by_position = experts.given, _operands(experts)
+    calls.require_takes("moe_ffn", "experts", given, by_position, list(options))
 
 
 def require_split(
@@ -370,6 +367,7 @@ def keywords(function: Any, names: Sequence[str]) -> list[str]:
 def checked_params(
     ep: EPHandle,
     tokens: jax.Array,
+    residual: Any,
     params: Mapping[str, Any],
     routing: routers.Routing | None,
     tp_axis: str | None,
@@ -409,14 +407,12 @@ def checked_params(
         if fused
         else "add, rename or remove entries",
     )
-    for name, value in params.items():
-        if name != "experts":
-            as_array("moe_ffn", f"params[{name!r}]", value)
-            continue
+    if "experts" in names:
         what = "the QuantizedWeights of jax_ep.experts.quantize_weights"
         remedy = "pass it whole, not its arrays"
+        codes = params["experts"]
         kinds = QuantizedWeights
-        require_type("moe_ffn", "params['experts']", value, kinds, what, remedy)
+        require_type("moe_ffn", "params['experts']", codes, kinds, what, remedy)
     _require(
         ("shared_gate_up" in names) == ("shared_down" in names),
         rule="shared_gate_up and shared_down must come together",
@@ -437,85 +433,87 @@ def checked_params(
         value=tokens.shape[0],
         remedy="init ep with a larger max_tokens_per_rank, or pass fewer tokens",
     )
-    checks.require_dtype("moe_ffn", "tokens", tokens, ep.config.dtype)
-    hidden, local = ep.config.hidden_size, ep.local_experts
-    given = {}
-    if "down" in names:
-        given["gate_up and down"] = tuple(
-            jnp.shape(params[name]) for name in ("gate_up", "down")
-        )
+    given = {name: value for name, value in params.items() if name != "experts"}
+    given |= {"tokens": tokens, "residual": residual}
     if "experts" in names:
-        given["the matrices of params['experts']"] = params["experts"].shapes
-    inner = next(iter(given.values()))[1][1:2]
-    for what, found in given.items():
-        _require(
-            found == ((local, hidden, 2, *inner), (local, *inner, hidden)),
-            rule=f"{what} must be [L, H, 2, F] and [L, F, H] with this rank's L = "
-            f"{local} experts and H = {hidden}",
-            value=f"{found[0]} and {found[1]}",
-            remedy=_remedy_of_weights(found, local, hidden, tp_axis)
-            if what == "gate_up and down"
-            else "quantise this rank's experts with jax_ep.experts.quantize_weights, "
-            "or shard dimension 0 of all its arrays over the EP axes",
-        )
-    for name in _BIASES:
-        wanted = (local, hidden) if name == "down_bias" else (local, *inner)
-        found = jnp.shape(params[name]) if name in names else wanted
-        _require(
-            found == wanted,
-            rule=f"{name} must have shape {wanted} for this rank's {local} experts",
-            value=found,
-            remedy=_remedy_of_bias(name, found, wanted, tp_axis),
-        )
-    if ep.config.fused_shared_expert:
-        both = [params.get("shared_gate_up"), params.get("shared_down")]
-        found = [None if each is None else jnp.shape(each) for each in both]
-        _require(
-            found == [(hidden, 2, *inner), (*inner, hidden)],
-            rule="with fused_shared_expert shared_gate_up and shared_down must be "
-            "[H, 2, F] and [F, H], as for a routed expert",
-            value=found,
-            remedy=_remedy_of_shared(found, hidden)
-            or "pass both, or leave fused_shared_expert out",
-        )
-    elif "shared_down" in names:
-        found = [jnp.shape(params[name]) for name in ("shared_gate_up", "shared_down")]
-        inner = found[1][:1]
-        _require(
-            found == [(hidden, 2, *inner), (*inner, hidden)],
-            rule="shared_gate_up and shared_down must be [H, 2, S] and [S, H] with H = "
-            f"{hidden}",
-            value=found,
-            remedy=_remedy_of_shared(found, hidden)
-            or "replicate both over the EP axes, and split only S over tp_axis",
-        )
-    if routing is None:
-        for name in _ROUTER_BIASES:
-            found = jnp.shape(params[name]) if name in names else (experts,)
-            _require(
-                found == (experts,),
-                rule=f"{name} must be [E] = {(experts,)}",
-                value=found,
-                remedy="replicate it over all axes",
-            )
-        _require(
-            jnp.shape(params["router"]) == (hidden, experts),
-            rule=f"router must be [H, E] = {(hidden, experts)}",
-            value=jnp.shape(params["router"]),
-            remedy=_remedy_of_router(
-                jnp.shape(params["router"]), (hidden, experts), ep.ep_size
-            ),
-        )
-        _require(
-            tokens.ndim == 2 and tokens.shape[1] == hidden,
-            rule=f"tokens must be [n, H] with H = {hidden}",
-            value=tokens.shape,
-            remedy="reshape them to two dimensions"
-            if tokens.ndim != 2
-            else f"pass tokens of {hidden} columns, or init ep with hidden_size="
-            f"{tokens.shape[1]}",
-        )
+        for name, shape in zip(
+            ("gate_up", "down"), params["experts"].shapes, strict=True
+        ):
+            given[f"quantized {name}"] = jax.ShapeDtypeStruct(shape, jnp.uint8)
+    fused = ep.config.fused_shared_expert
+    _require(
+        not fused or shared <= names,
+        rule="with fused_shared_expert params must have shared_gate_up and shared_down",
+        value=given_names,
+        remedy="pass both, or leave fused_shared_expert out",
+    )
+    sizes = {
+        "H": (ep.config.hidden_size, "hidden_size"),
+        "L": (ep.local_experts, "this rank's experts"),
+        "E": experts,
+    }
+    rows = _table(ep.ep_size, tp_axis, fused, routing is None)
+    table = [row for row in rows if operands.names_of(row)[0] in given]
+    operands.checked("moe_ffn", table, given, sizes, ep.config.dtype)
     return params
+
+
+def _table(
+    ranks: int, tp: str | None, fused: bool, chooses: bool
+) -> tuple[Operand, ...]:
+    """Returns what `moe_ffn` requires of its arrays, if they are given.
+
+    Args:
+        ranks: the size of the EP group.
+        tp: the tensor axis, or None.
+        fused: whether the shared expert is one of the groups.
+        chooses: whether the layer's router chooses the experts.
+    """
+    of_any = operands.ANY
+    shared = ("[H, 2, F] and [F, H]", "pass one of the size of a routed expert")
+    if not fused:
+        whole = "replicate both over the EP axes, and split only S over tp_axis"
+        shared = ("[H, 2, S] and [S, H]", whole)
+    rows = [
+        Operand("tokens", "[n, H]", None, _remedy_of_tokens),
+        Operand("residual", "[n, H]", None, "pass one row per token", optional=True),
+        Operand(
+            "quantized gate_up and quantized down",
+            "[L, H, 2, F] and [L, F, H]",
+            _SHAPES,
+            "quantise this rank's experts with jax_ep.experts.quantize_weights, or "
+            "shard dimension 0 of all its arrays over the EP axes",
+        ),
+        Operand(
+            "gate_up and down",
+            "[L, H, 2, F] and [L, F, H]",
+            of_any,
+            partial(_remedy_of_weights, tp),
+        ),
+        Operand(
+            "shared_gate_up and shared_down",
+            shared[0],
+            of_any,
+            partial(_remedy_of_shared, shared[1]),
+        ),
+        *(
+            Operand(name, shape, of_any, partial(_remedy_of_bias, name, tp))
+            for name, shape in (
+                ("gate_bias", "[L, F]"),
+                ("up_bias", "[L, F]"),
+                ("down_bias", "[L, H]"),
+            )
+        ),
+    ]
+    if chooses:
+        whole = "replicate it over all axes"
+        rows += [Operand(name, "[E]", of_any, whole) for name in _ROUTER_BIASES]
+        rows += [Operand("router", "[H, E]", of_any, partial(_remedy_of_router, ranks))]
+    return tuple(rows)
+
+
+# Codes are not arrays but have the shapes of the matrices they stand for.
+_SHAPES = operands.ANY._replace(convert=lambda function, name, value: value)
 
 
 def _joined(params: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import router as routers
-from jax_ep._core import calls, checks, errors
-from jax_ep._core.arrays import as_array, as_ids
+from jax_ep._core import calls, errors, operands
 from jax_ep._core.handle import EPHandle
+from jax_ep._core.operands import Operand
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._layers import moe_checks
 from jax_ep._layers.logits import logits_of
@@ -54,6 +55,28 @@ def routed(
     return _masked(_checked(router, found, logits, top_k), mask)
 
 
+def _of_ids(dtype: Any) -> str | None:
+    floats = jnp.issubdtype(dtype, jnp.floating)
+    return f"return {operands.SWAPPED}" if floats else None
+
+
+_ROWS = "return one row per token and top_k experts in each"
+_RESULTS = (
+    Operand("ids of router", "[n, K]", operands.IDS, _ROWS, _of_ids),
+    Operand("weights of router", "[n, K]", operands.FLOATS, _ROWS),
+    *(
+        Operand(f"{name} of router", shape, operands.FLOATS, "reduce or reshape it")
+        for name, shape in (("logits", "[n, E]"), ("probabilities", "[n, E]"))
+    ),
+    Operand(
+        "loss of router", "[]", operands.FLOATS, "reduce it to a sum", optional=True
+    ),
+)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(routers.Routing))
+
+
 def _checked(
     router: routers.RouterFunction, found: Any, logits: jax.Array, top_k: int
 ) -> routers.Routing:
@@ -70,41 +93,11 @@ def _checked(
             "return one of these",
             TypeError,
         )
-    n, experts = logits.shape
-    arrays = {}
-    for name, shape, letters, kinds in (
-        ("ids", (n, top_k), "[n, K]", jnp.int32),
-        ("weights", (n, top_k), "[n, K]", jnp.floating),
-        ("logits", (n, experts), "[n, E]", jnp.floating),
-        ("probabilities", (n, experts), "[n, E]", jnp.floating),
-        ("loss", (), "[]", jnp.floating),
-    ):
-        value = getattr(found, name)
-        if name == "loss" and value is None:
-            continue
-        convert = as_ids if name == "ids" else as_array
-        value = convert("moe_ffn", f"{name} of router", value)
-        if not jnp.issubdtype(value.dtype, kinds):
-            dtype = "int32" if name == "ids" else "float32"
-            swapped = name == "ids" and jnp.issubdtype(value.dtype, jnp.floating)
-            raise _wrong(
-                f"router must return {name} of dtype {dtype}",
-                value.dtype,
-                f"return {checks.SWAPPED}"
-                if swapped
-                else f"cast them with {name}.astype({dtype!r})",
-                TypeError,
-            )
-        if value.shape != shape:
-            raise _wrong(
-                f"router must return {name} {letters} of shape {shape}",
-                value.shape,
-                "return one row per token and top_k experts in each"
-                if letters == "[n, K]"
-                else f"reduce or reshape {name} to this shape",
-            )
-        arrays[name] = value if name == "ids" else value.astype(jnp.float32)
-    return routers.Routing(**arrays)
+    given = {f"{name} of router": getattr(found, name) for name in _FIELDS}
+    sizes = {"n": logits.shape[0], "K": (top_k, "top_k"), "E": logits.shape[1]}
+    arrays = operands.checked("moe_ffn", _RESULTS, given, sizes)
+    ids, *floats = arrays.values()
+    return routers.Routing(ids, *(each.astype(jnp.float32) for each in floats))
 
 
 def _described(found: Any) -> str:

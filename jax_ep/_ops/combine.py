@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import calls, checks
-from jax_ep._core.arrays import as_array
+from jax_ep._core import calls, checks, operands
 from jax_ep._core.handle import EPHandle
+from jax_ep._core.operands import Operand
 from jax_ep._core.types import Route
 from jax_ep._native.loader import cpu as native
 from jax_ep._ops import options
@@ -168,6 +168,36 @@ def combine_wait(pending: Pending) -> jax.Array:
     return y
 
 
+_WEIGHTS = Operand(
+    "router_weights", "[N]", operands.WEIGHTS, "pass d.router_weights", optional=True
+)
+_OPERANDS = (
+    Operand(
+        "expert_out",
+        "[N, columns]",
+        None,
+        "pass a row for each row of d.tokens, padding included",
+        operands.dequantized,
+    ),
+    _WEIGHTS,
+    Operand(
+        "residual",
+        "[n, columns]",
+        None,
+        "pass a row for each token that was dispatched, with the columns of expert_out",
+        optional=True,
+    ),
+)
+_AT_SOURCE = (
+    _OPERANDS[0],
+    _WEIGHTS._replace(
+        shapes="[n, K]",
+        remedy='pass the weights that belong to topk_ids, with reduce="source"',
+    ),
+    _OPERANDS[2],
+)
+
+
 def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
     """Returns checked operands that vary alike, with `entry_route` for "none"."""
     checks.require_open(function, ep)
@@ -175,50 +205,16 @@ def _checked(function: str, ep: EPHandle, given: CombineArgs) -> CombineArgs:
     config = ep.config
     route = checks.require_route(function, ep, given.route)
     checks.require_route_shapes(function, ep, route)
-    n, rows = route.slot_of.shape[0], ep.recv_capacity
-
-    def checked(
-        name: str, value: Any, dtype: str, *shape: int, why: str, remedy: str
-    ) -> jax.Array:
-        array = as_array(function, name, value)
-        checks.require_dtype(function, name, array, dtype)
-        checks.require_shape(function, name, array, shape, why, remedy)
-        return array
-
     checks.require_combinable(function, ep, given.router_weights, given.residual)
-    expert_out = as_array(function, "expert_out", given.expert_out)
-    remedy = checks.CODES_REMEDY if checks.is_codes(expert_out.dtype) else None
-    checks.require_dtype(function, "expert_out", expert_out, config.dtype, remedy)
-    checks.require_columns(
-        function,
-        ep,
-        "expert_out",
-        expert_out,
-        ("N", rows),
-        "pass a row for each row of d.tokens, padding included",
-    )
-    columns = expert_out.shape[1]
-    weights = residual = None
-    if given.router_weights is not None:
-        shape: tuple[int, ...] = (rows,)
-        why, remedy = "[N]", "pass d.router_weights"
-        if config.reduce == "source":
-            shape, why = (n, config.top_k), '[n, top_k] with reduce="source"'
-            remedy = "pass the weights that belong to topk_ids"
-        weights = checks.widened_weights(function, given.router_weights)
-        checks.require_shape(function, "router_weights", weights, shape, why, remedy)
-    if given.residual is not None:
-        residual = checked(
-            "residual",
-            given.residual,
-            config.dtype,
-            n,
-            columns,
-            why="[n, columns of expert_out]",
-            remedy="pass a row for each token that was dispatched",
-        )
-    alike = checks.vary_together(ep, expert_out, route, weights, residual)
-    args = CombineArgs(*alike)
+    sizes = {
+        "N": (ep.recv_capacity, "the rows of d.tokens"),
+        "n": (route.slot_of.shape[0], "the tokens of the dispatch"),
+        "K": (config.top_k, "top_k"),
+    }
+    table = _AT_SOURCE if config.reduce == "source" else _OPERANDS
+    arrays = operands.checked(function, table, given._asdict(), sizes, config.dtype)
+    checks.require_columns(function, ep, "expert_out", arrays["expert_out"])
+    args = CombineArgs(*checks.vary_together(ep, *given._replace(**arrays)))
     if config.reduce == "none":
         args = args._replace(route=options.entry_route(args.route))
     return args

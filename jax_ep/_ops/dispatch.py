@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import formats
-from jax_ep._core import checks, errors
-from jax_ep._core.arrays import as_array, as_ids
+from jax_ep._core import checks, errors, operands
+from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
+from jax_ep._core.literals import Format
+from jax_ep._core.operands import Operand
 from jax_ep._core.types import Dispatched, Route
 from jax_ep._native import tables
 from jax_ep._ops import options
@@ -178,6 +180,42 @@ def dispatch_wait(pending: Pending) -> Dispatched:
     return d
 
 
+def _of_tokens(dtype: Any) -> str | None:
+    """Returns what to do about tokens of a wrong dtype; None to cast them."""
+    if not operands.is_codes(dtype):
+        return None
+    return "pass their scales as token_scales, if they are quantised already"
+
+
+_WEIGHTS = Operand(
+    "router_weights",
+    "[n, K]",
+    operands.WEIGHTS,
+    "give each id of topk_ids its weight",
+    optional=True,
+)
+_OPERANDS = (
+    Operand(
+        "tokens",
+        "[n, H]",
+        None,
+        "reshape the tokens or init with their hidden_size",
+        cast=_of_tokens,
+    ),
+    Operand(
+        "topk_ids",
+        "[n, K]",
+        operands.IDS,
+        "give each row of tokens its top_k ids, -1 where it has fewer",
+    ),
+    _WEIGHTS,
+)
+_ALONG = (
+    Operand("tokens", "[n, columns]", None, "pass a row for each token of the route"),
+    _WEIGHTS._replace(remedy="give each entry of the route its weight"),
+)
+
+
 class _Given(NamedTuple):
     """Which operands were given, and whether whole calls clear rows past the groups."""
 
@@ -199,7 +237,6 @@ def _checked(
     checks.require_open(function, ep)
     checks.require_scope(function, ep)
     config = ep.config
-    tokens = as_array(function, "tokens", tokens)
     if topk_ids is None:
         raise errors.invalid(
             function,
@@ -209,12 +246,33 @@ def _checked(
             operand="topk_ids",
             kind=TypeError,
         )
-    topk_ids = as_ids(function, "topk_ids", topk_ids)
+    if token_scales is not None and not formats.is_quantized(config.dispatch_format):
+        raise errors.invalid(
+            function,
+            "token_scales must be None unless the config's dispatch_format has scales",
+            f"an array with dispatch_format {config.dispatch_format!r}",
+            "leave it out, or init with the tokens' format",
+            operand="token_scales",
+        )
+    given = {
+        "tokens": tokens,
+        "topk_ids": topk_ids,
+        "router_weights": router_weights,
+        "token_scales": token_scales,
+    }
+    table, sizes = (
+        _OPERANDS,
+        {
+            "H": (config.hidden_size, "hidden_size"),
+            "K": (config.top_k, "top_k"),
+        },
+    )
     if token_scales is not None:
-        token_scales = checks.require_codes(function, ep, tokens, token_scales)
-    else:
-        checks.require_tokens(function, ep, tokens)
-    checks.require_ids(function, topk_ids)
+        table = (*_coded(config.dispatch_format), *_OPERANDS[1:])
+        sizes |= _sizes_of_codes(config)
+    arrays = operands.checked(function, table, given, sizes, config.dtype)
+    tokens, topk_ids = arrays["tokens"], arrays["topk_ids"]
+    weights = arrays.get("router_weights")
     n = tokens.shape[0]
     if n > config.max_tokens_per_rank:
         raise errors.invalid(
@@ -225,30 +283,30 @@ def _checked(
             "init with a larger max_tokens_per_rank or split the call",
             operand="tokens",
         )
-    ids_shape = (n, config.top_k)
-    checks.require_shape(
-        function,
-        "topk_ids",
-        topk_ids,
-        ids_shape,
-        "[n, top_k]",
-        "give each row of tokens its top_k ids, -1 where it has fewer",
-    )
     scale = formats.global_scale(function, config.dispatch_format, tokens, input_scale)
-    if router_weights is None:
-        weights = jnp.ones(ids_shape, jnp.float32)
-    else:
-        weights = checks.widened_weights(function, router_weights)
-        checks.require_shape(
-            function,
-            "router_weights",
-            weights,
-            ids_shape,
-            "[n, top_k]",
-            "give each id of topk_ids its weight",
-        )
-    operands = (tokens, topk_ids, weights, scale, token_scales)
-    return DispatchInputs(*checks.vary_together(ep, *operands))
+    if weights is None:
+        weights = jnp.ones((n, config.top_k), jnp.float32)
+    inputs = (tokens, topk_ids, weights, scale, arrays.get("token_scales"))
+    return DispatchInputs(*checks.vary_together(ep, *inputs))
+
+
+def _coded(name: Format) -> tuple[Operand, ...]:
+    """Returns the rows of tokens that are quantised already, and of their scales."""
+    remedy = f"pass what jax_ep.formats.quantize(tokens, {name!r}) returns"
+    codes, scales = formats.payload_dtype(name, ""), formats.scale_dtype(name)
+    codes_of = ("tokens", "[n, columns]", codes, f"the codes of {name!r}")
+    scales_of = ("token_scales", "[n, blocks]", scales, f"the scales of {name!r}")
+    return tuple(operands.of_codes(*row, remedy) for row in (codes_of, scales_of))
+
+
+def _sizes_of_codes(config: EPConfig) -> dict[str, tuple[int, str]]:
+    name, hidden = config.dispatch_format, config.hidden_size
+    words = f"for hidden_size {hidden}"
+    blocks = hidden // formats.block(name)
+    return {
+        "columns": (formats.columns(name, hidden), words),
+        "blocks": (blocks, words),
+    }
 
 
 def _along(
@@ -274,18 +332,11 @@ def _along(
     checks.require_route(function, ep, route)
     checks.require_route_shapes(function, ep, route)
     config, n = ep.config, route.slot_of.shape[0]
-    tokens = as_array(function, "tokens", tokens)
-    checks.require_dtype(function, "tokens", tokens, config.dtype)
-    remedy = "pass a row for each token of the route"
-    checks.require_columns(function, ep, "tokens", tokens, ("n", n), remedy)
-    weights = None
-    if router_weights is not None:
-        weights = checks.widened_weights(function, router_weights)
-        shape = (n, config.top_k)
-        remedy = "give each entry of the route its weight"
-        checks.require_shape(
-            function, "router_weights", weights, shape, "[n, top_k]", remedy
-        )
+    given = {"tokens": tokens, "router_weights": router_weights}
+    sizes = {"n": (n, "the tokens of the route"), "K": (config.top_k, "top_k")}
+    arrays = operands.checked(function, _ALONG, given, sizes, config.dtype)
+    tokens, weights = arrays["tokens"], arrays.get("router_weights")
+    checks.require_columns(function, ep, "tokens", tokens)
     route, tokens, weights = checks.vary_together(ep, route, tokens, weights)
     rows, weights = dispatch_unchanged(ep, route, tokens, weights)
     # Rows of the shared expert have the weight 1 in any case.

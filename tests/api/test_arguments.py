@@ -91,7 +91,7 @@ def test_route_of_other_things(mesh, ep, change, error, words):
     [
         ({"ids": [[0, 1]]}, r"topk_ids must be an array, got \[\[0, 1\]\] of .* list"),
         ({"ids": None}, r"topk_ids must be an array, got None; pass .* route="),
-        ({"ids": np.zeros((8, 1), np.int32)}, r"\[n, top_k\].*; .*-1 where it has"),
+        ({"ids": np.zeros((8, 1), np.int32)}, r"\[n, K\].*top_k.*; .*-1 where it has"),
         ({"weights": np.ones(8, np.float32)}, r"router_weights .*\(8,\); give each id"),
         ({"rows": np.ones((8, 16), jnp.bfloat16)}, r"\[N, columns\].*d.tokens"),
         ({"rank_weights": np.ones((8, 3), "f")}, r"\[N\].*pass d.router_weights"),

@@ -167,7 +167,7 @@ WRONG = {
         None,
         "multiple of 128",
     ),
-    "residual_of_other_width": ({}, 8, 16, "residual", "(8, 8)", "(8, 16)"),
+    "residual_of_other_width": ({}, 8, 16, "residual", "columns = 8", "(8, 16)"),
 }
 
 

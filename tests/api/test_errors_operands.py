@@ -130,9 +130,9 @@ def test_combine_operand(mesh, ep, name: str) -> None:
 
 ROUTES = [
     ("slot_of", lambda table: table[:, :2], "(8, 2)"),
-    ("row_of", lambda table: table[:, :-1], "as dispatch made it"),
-    ("row_slot", lambda table: table[:-1], "as dispatch made it"),
-    ("slot_counts", lambda table: table[None], "as dispatch made it"),
+    ("row_of", lambda table: table[:, :-1], "pass d.route unchanged"),
+    ("row_slot", lambda table: table[:-1], "pass d.route unchanged"),
+    ("slot_counts", lambda table: table[None], "pass d.route unchanged"),
     ("slot_of", lambda table: table.astype("uint32"), "uint32"),
     ("row_of", lambda table: table.astype("int16"), "int16"),
     ("row_slot", lambda table: table.astype("int8"), "int8"),

@@ -41,7 +41,11 @@ def array(*shape: int, dtype: str = "float32") -> np.ndarray:
         ("none", {"residual": array(4, 16, dtype="bfloat16")}, ("residual", "none")),
         ("local", {"residual": array(4, 16, dtype="bfloat16")}, ("residual", "psum")),
         ("local_none", {"router_weights": array(96)}, ("router_weights", "none")),
-        ("source", {"router_weights": array(96)}, ("router_weights", "(4, 3)", "96")),
+        (
+            "source",
+            {"router_weights": array(96)},
+            ("router_weights", "[n, K] with n = 4", "96"),
+        ),
         ("source", {"router_weights": np.zeros((4, 3), np.int32)}, ("float32",)),
         ("shared", {"router_weights": array(4, 3)}, ("router_weights", "(4, 3)")),
     ],

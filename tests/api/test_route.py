@@ -178,13 +178,13 @@ WRONG: dict[str, Any] = {
     "scale": ({"scale": True}, "input_scale must be None with route"),
     "columns": (
         {"columns": 12},
-        "tokens must have shape [n, columns] with n = 8",
-        "multiple of 8",
+        "tokens must have at most hidden_size = 16 columns, a multiple of 8",
+        "(8, 12)",
     ),
     "more_columns": ({"columns": 24}, "at most hidden_size = 16 columns"),
-    "tokens": ({"n": 4}, "tokens must have shape [n, columns] with n = 8", "(4, 16)"),
+    "tokens": ({"n": 4}, "tokens must be [n, columns] with n = 8", "(4, 16)"),
     "dtype": ({"dtype": "float32"}, "tokens must be bfloat16, got float32"),
-    "weights": ({"weights": (8, 2)}, "router_weights must have shape (8, 3)"),
+    "weights": ({"weights": (8, 2)}, "router_weights must be [n, K] with n = 8"),
     "other_handle": ({"other": True}, "route must come from a dispatch of the same ep"),
     "no_route": ({"route": 3}, "route must be the `route` of a Dispatched"),
 }

@@ -66,7 +66,7 @@ ERRORS = {
             scale_layout="columns",
         ),
         "dequantize",
-        "tokens must have shape",
+        "tokens and scales must be [..., C] and [..., S] with C = ",
     ),
     "no_dtype": (
         lambda: formats.dequantize(*formats.quantize(X, "mxfp8"), "mxfp8", dtype="foo"),
@@ -106,7 +106,7 @@ ERRORS = {
             "mxfp8",
         ),
         "dequantize",
-        "(1, 256)",
+        "(2, 256) and (1, 8)",
     ),
     "result": (
         lambda: formats.dequantize(

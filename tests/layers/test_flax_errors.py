@@ -165,7 +165,7 @@ def test_arguments_that_are_no_arrays():
         (x.astype(int), None, "x must have a floating dtype"),
         (x, 3, "mask must be an array"),
         (x, jnp.ones((8, 4)), "mask must be bool"),
-        (x, jnp.ones(8, bool), "mask must have shape"),
+        (x, jnp.ones(8, bool), "mask must be [...] with ... = (8, 4)"),
     ):
         with raises() as caught:
             layer(given, mask=mask)

@@ -256,7 +256,7 @@ def test_codes_of_another_rank_are_refused():
         return jax_ep.moe_ffn(ep, x, params, experts=experts.fp8)[0]
 
     for given, words in (
-        (made, ("the matrices of params['experts']", "shard dimension 0")),
+        (made, ("quantized gate_up", "this rank's experts", "shard dimension 0")),
         (made.gate_up, ("params['experts']", "QuantizedWeights")),
     ):
         params = {"router": parameters()["router"], "experts": given}

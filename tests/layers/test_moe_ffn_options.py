@@ -69,12 +69,15 @@ def test_router_of_scores_sharded_by_token(router) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask": np.ones(N - 1, bool)}, "mask must have shape"),
+        ({"mask": np.ones(N - 1, bool)}, "mask must be [...] with ... = (8,)"),
         ({"mask": np.ones(N, np.float32)}, "mask must be bool, got float"),
         ({"batch_axes": ("dp",)}, "batch_axes must be a sequence of manual axes"),
         ({"batch_axes": "ep"}, "batch_axes must be a sequence of manual axes"),
         ({"batch_axes": 3}, "batch_axes must be a sequence of manual axes"),
-        ({"residual": np.ones((1, 16), np.float32)}, "residual must have shape"),
+        (
+            {"residual": np.ones((1, 16), np.float32)},
+            "residual must be [n, H] with n = 8",
+        ),
         ({"residual": np.ones((N, 16), np.int32)}, "residual must be float32, got int"),
         ({"experts": 3}, "experts must be a function"),
         ({"experts": jax_ep.experts.Padded}, "experts must be a function"),
@@ -122,9 +125,9 @@ def test_wrong_options(options, words):
     [
         ({"logits": np.ones((2, 4, 16))}, "logits must be [n, E]"),
         ({"top_k": 17}, "top_k must be an int from 1 to num_experts, 16"),
-        ({"bias": np.ones(3)}, "bias must have shape (16,)"),
-        ({"bias": np.ones((1, 16))}, "bias must have shape (16,)"),
-        ({"mask": np.ones(3, bool)}, "mask must have shape (4,)"),
+        ({"bias": np.ones(3)}, "bias must be [E] with E = 16"),
+        ({"bias": np.ones((1, 16))}, "bias must be [E] with E = 16"),
+        ({"mask": np.ones(3, bool)}, "mask must be [n] with n = 4"),
         ({"mask": np.ones(4)}, "mask must be bool"),
     ],
 )
@@ -278,7 +281,11 @@ def test_a_shared_expert_between_the_halves_of_the_dispatch(overlap):
     ("options", "shared", "message"),
     [
         ({"skip_a2a": True}, True, "must not have skip_a2a, got True"),
-        ({"fused_shared_expert": True}, False, r"must be \[H, 2, F\]"),
+        (
+            {"fused_shared_expert": True},
+            False,
+            r"must have shared_gate_up and shared_down",
+        ),
         ({"fused_shared_expert": True}, True, r"must be \[H, 2, F\]"),  # S is not F
     ],
 )

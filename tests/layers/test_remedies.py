@@ -222,8 +222,10 @@ def test_biases_that_are_not_split_like_gate_up():
     ):
         with raises() as caught:
             run()(tokens(), params | {name: bias})
-        wanted = (local, inner if name == "gate_bias" else moe_dense.HIDDEN)
-        assert f"{name} must have shape {wanted}" in str(caught.value)
+        assert f"{name} must be [L, " in str(caught.value)
+        assert f"L = {local} " in str(caught.value)
+        size = inner if name == "gate_bias" else moe_dense.HIDDEN
+        assert f" = {size}" in str(caught.value)
         assert words in str(caught.value)
 
 

@@ -264,8 +264,8 @@ def test_update_bias_is_towards_the_mean(load, steps):
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (np.ones(8, np.float32), "load must have shape (4,) (that of bias), got (8,)"),
-        (np.ones((2, 4), np.float32), "load must have shape (4,)"),
+        (np.ones(8, np.float32), "load must be [..., E] with E = 4, got (8,)"),
+        (np.ones((2, 4), np.float32), "load must be [..., E] with E = 4"),
         ([0.25] * 4, "load must be an array"),
     ],
 )

@@ -124,15 +124,21 @@ def needs_no_bias(logits):
     [
         (with_ids(lambda ids, w: ids), "router must return (ids, weights)"),
         (with_ids(lambda ids, w: (ids, w, w, w)), "got a tuple of 4 from router"),
-        (with_ids(lambda ids, w: (ids[:, :2], w)), f"ids [n, K] of shape ({N}, 3)"),
-        (with_ids(lambda ids, w: (ids, w[0])), f"weights [n, K] of shape ({N}, 3)"),
-        (with_ids(lambda ids, w: (ids + 0.0, w)), "ids of dtype int32, got float32"),
+        (with_ids(lambda ids, w: (ids[:, :2], w)), f"[n, K] with n = {N} and K = 3"),
+        (with_ids(lambda ids, w: (ids, w[0])), "weights of router must be [n, K]"),
+        (
+            with_ids(lambda ids, w: (ids + 0.0, w)),
+            "ids of router must be int32, got float32",
+        ),
         (with_ids(lambda ids, w: (w, ids)), "return ids before weights"),
-        (with_ids(lambda ids, w: (ids, ids)), "weights of dtype float32, got int32"),
+        (with_ids(lambda ids, w: (ids, ids)), "cast it with weights.astype"),
         (with_ids(lambda ids, w: (ids, 3)), "weights of router must be an array"),
-        (with_ids(lambda ids, w: (ids, w, w)), "loss [] of shape ()"),
-        (whole_with(logits=lambda x: x[:, 1:]), f"logits [n, E] of shape ({N}, 16)"),
-        (whole_with(probabilities=lambda x: x > 0), "probabilities of dtype float32"),
+        (with_ids(lambda ids, w: (ids, w, w)), "loss of router must be [], got"),
+        (whole_with(logits=lambda x: x[:, 1:]), f"[n, E] with n = {N} and E = 16"),
+        (
+            whole_with(probabilities=lambda x: x > 0),
+            "probabilities of router must be of a floating",
+        ),
         (needs_no_bias, "must take the keyword bias"),
     ],
 )
