@@ -17,7 +17,6 @@ codes of the weights, which `quantize_weights` makes (docs/fp8.md).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,8 +27,17 @@ from jax.typing import DTypeLike
 
 from jax_ep._core import errors, operands, threads
 from jax_ep._core.operands import Operand
-from jax_ep._experts import biases, grouped, of_quantized, of_rows, select
+from jax_ep._experts import (
+    biases,
+    devices,
+    grouped,
+    of_quantized,
+    of_rows,
+)
 from jax_ep._experts.activations import Activation as Activation
+from jax_ep._experts.activations import geglu as geglu
+from jax_ep._experts.activations import relu_squared as relu_squared
+from jax_ep._experts.activations import swiglu_clamped as swiglu_clamped
 from jax_ep._experts.interface import Case
 from jax_ep._experts.of_quantized import prepare as prepare
 from jax_ep._experts.of_quantized import quantize_weights as quantize_weights
@@ -85,40 +93,6 @@ def takes_dispatched(experts: _Marked) -> _Marked:
     marked: Any = experts
     marked.takes_dispatched = True
     return experts
-
-
-@dataclasses.dataclass(frozen=True)
-class _SwigluClamped:
-    alpha: float
-    limit: float
-
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        gate = jnp.minimum(gate, self.limit)
-        up = jnp.clip(up, -self.limit, self.limit)
-        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
-
-
-def swiglu_clamped(alpha: float = 1.702, limit: float = 7.0) -> Activation:
-    """Returns the activation of gpt-oss, for `activation=`.
-
-    With g = min(gate, limit) and u = clip(up, -limit, limit) it is
-    `g * sigmoid(alpha * g) * (u + 1)`. The results of equal arguments are equal.
-
-    Args:
-        alpha: factor in the sigmoid.
-        limit: bound of gate, and of the magnitude of up.
-    """
-    return _SwigluClamped(alpha, limit)
-
-
-def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The activation gelu(gate) * up for `activation=`, gelu by tanh."""
-    return jax.nn.gelu(gate, approximate=True) * up
-
-
-def relu_squared(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The activation relu(gate)^2 * up, for `activation=`."""
-    return jnp.square(jax.nn.relu(gate)) * up
 
 
 def _remedy_of_product(found: operands.Found) -> str:
@@ -259,7 +233,7 @@ def hopper_obstacle(
         device: the `jax.Device` to run on; None means this process's first.
     """
     del hidden_size, intermediate_size
-    return select.device_obstacle(device)
+    return devices.device_obstacle(device)
 
 
 def ragged_dot_is_dense(dtype: DTypeLike = "bfloat16", device: Any = None) -> bool:

@@ -47,7 +47,9 @@ from benchmarks.layers import grouped, kinds
 from benchmarks.layers.decode_steps import DRAWS, FORMATS, READS, WAYS, Sizes
 from jax_ep import experts
 from jax_ep._cli.bench import process
-from jax_ep._experts import select
+from jax_ep._experts import (
+    devices,
+)
 
 SIZES = Sizes(7168, 2048, 64, 8)
 SMALL = Sizes(128, 128, 8, 2)
@@ -344,7 +346,7 @@ PARTS = (measure_experts, measure_layers)
 
 def main(arguments=None):
     args = parse(arguments)
-    obstacle = select.device_obstacle()
+    obstacle = devices.device_obstacle()
     if obstacle is not None and not args.tiny:
         sys.exit(f"decode.py: must have {obstacle}; or run it with --tiny")
     sizes, rows = SMALL if args.tiny else SIZES, []

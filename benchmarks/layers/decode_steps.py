@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from benchmarks.layers import grouped
 from jax_ep import experts, formats
-from jax_ep._experts import quantized, select
+from jax_ep._experts import (
+    devices,
+    quantized,
+)
 
 
 class Sizes(typing.NamedTuple):
@@ -160,7 +163,7 @@ def dispatched(draw, coded):
 
 def plain_experts():
     """Returns the kernels, or what replaces them where they do not run."""
-    missing = select.device_obstacle() is not None
+    missing = devices.device_obstacle() is not None
     return experts.ragged_dot if missing else experts.hopper
 
 

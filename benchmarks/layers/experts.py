@@ -11,7 +11,7 @@ from jax_ep._experts import grouped
 __all__ = ["available", "default", "grouped_matmul", "make"]
 
 # By the kernels for Hopper.
-grouped_matmul = functools.partial(grouped.matmul, products=grouped.Hopper())
+grouped_matmul = functools.partial(grouped.matmul, products=grouped.HOPPER)
 
 _FP8_MULTIPLE = 128  # of H and F
 

@@ -96,7 +96,7 @@ class Tokamax:
 
 def products(op, groups):
     """Returns the ways of one matmul by name, functions of (a, b, sizes)."""
-    hopper = grouped.Hopper()
+    hopper = grouped.HOPPER
     ragged = grouped.Ragged(None)
 
     def batched(x, w, _):
@@ -115,7 +115,7 @@ def products(op, groups):
 
     ways = {
         "hopper": by(hopper),
-        "portable": by(grouped.Portable(False)),
+        "portable": by(grouped.portable(False)),
         "jax": by(ragged),
         "batched": batched,
     }

@@ -7,6 +7,7 @@ is infinite, 0 * inf is NaN. So such rows get the gate and up of a row that hold
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +17,74 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from jax_ep._core.varying import vary_alike, varying
+from jax_ep._experts import kernels
 
 # A function of gate and up, `[N, F]` each.
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The default activation, silu(gate) * up."""
+    return jax.nn.silu(gate) * up
+
+
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation gelu(gate) * up for `activation=`, gelu by tanh."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def relu_squared(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation relu(gate)^2 * up, for `activation=`."""
+    return jnp.square(jax.nn.relu(gate)) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class _SwigluClamped:
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+def swiglu_clamped(alpha: float = 1.702, limit: float = 7.0) -> Activation:
+    """Returns the activation of gpt-oss, for `activation=`.
+
+    With g = min(gate, limit) and u = clip(up, -limit, limit) it is
+    `g * sigmoid(alpha * g) * (u + 1)`. The results of equal arguments are equal.
+
+    Args:
+        alpha: factor in the sigmoid.
+        limit: bound of gate, and of the magnitude of up.
+    """
+    return _SwigluClamped(alpha, limit)
+
+
+def of_kernels(activation: Activation | None) -> kernels.Activation | None:
+    """Returns how kernels compute an activation, or None if they do not."""
+    if activation is None or activation is swiglu:
+        return kernels.SWIGLU
+    if isinstance(activation, _SwigluClamped):
+        numbers = activation.alpha, activation.limit
+        # An array may be a tracer, or be trained.
+        known = all(isinstance(each, int | float) for each in numbers)
+        return kernels.Activation("swiglu_clamped", *numbers) if known else None
+    for named in (geglu, relu_squared):
+        if activation is named:
+            return kernels.Activation(named.__name__)
+    return None
+
+
+def function_of(activation: kernels.Activation) -> Activation:
+    """Returns the function that kernels compute."""
+    if activation.activation == "swiglu_clamped":
+        return _SwigluClamped(activation.alpha, activation.limit)
+    return {each.__name__: each for each in (swiglu, geglu, relu_squared)}[
+        activation.activation
+    ]
+
 
 # No usual function is singular here, as many are at 0 and some at 1.
 _REGULAR = 0.75

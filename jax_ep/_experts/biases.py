@@ -28,6 +28,31 @@ def spread(bias: jax.Array, sizes: jax.Array, count: int) -> jax.Array:
     return bias[jnp.minimum(group, bias.shape[0] - 1)]
 
 
+def joined(
+    gate: jax.Array | None, up: jax.Array | None, shape: tuple[int, int]
+) -> jax.Array:
+    """Joins biases `[L, F]`, zeros for a missing one, so that one pass sums gradients.
+
+    The result is float32 at least: the gradients are rounded once, to each one's dtype.
+    """
+    sides = [
+        jnp.zeros(shape, jnp.float32) if side is None else jnp.asarray(side)
+        for side in (gate, up)
+    ]
+    wide = jnp.result_type(*sides, jnp.float32)
+    return jnp.concatenate([side.astype(wide) for side in sides], 1)
+
+
+def of_kernels(gate: jax.Array | None, up: jax.Array | None) -> jax.Array | None:
+    """Returns biases `[L, F]` as float32 `[L, 2, F]`, or None if there are none."""
+    given = [side for side in (gate, up) if side is not None]
+    if not given:
+        return None
+    groups, inner = given[0].shape
+    both = joined(gate, up, (groups, inner)).astype(jnp.float32)
+    return both.reshape(groups, 2, inner)
+
+
 def add(
     rows: jax.Array, bias: jax.Array, sizes: jax.Array, products: Products
 ) -> jax.Array:

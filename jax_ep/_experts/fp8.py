@@ -13,14 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._core import batching, errors
 from jax_ep._core.literals import Dtype
 from jax_ep._core.varying import vary_alike, varying
-from jax_ep._experts import activations
+from jax_ep._experts import activations, kernels
 from jax_ep._experts.activations import Activation
-from jax_ep._experts.operations import (
-    Inner,
-    Operations,
-    Rows,
-    with_bias,
-)
+from jax_ep._experts.operations import Inner, Operations, Rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 from jax_ep._ops.remat import GATE_UP_NAME, named_bits
 
@@ -39,6 +34,7 @@ class Static(NamedTuple):
     Attributes:
         dtype: dtype of the result and of the cotangents of rows.
         activation: as in `Inner`.
+        of_kernels: as in `Inner`.
         has_port: whether there is a `port` to take the cotangents of rows.
         masters: dtypes of the gradients of gate_up and down; None if there are none.
         operations: the operations to use.
@@ -46,9 +42,15 @@ class Static(NamedTuple):
 
     dtype: Dtype
     activation: Callable[..., jax.Array] | None
+    of_kernels: kernels.Activation | None
     has_port: bool
     masters: tuple[Any, Any] | None
     operations: Operations
+
+    def inner(self, biases: Biases, consts: Any) -> Inner:
+        """Returns the computation between gate/up and down."""
+        given = biases.gate, biases.up, consts
+        return Inner(*given, self.activation, self.of_kernels)
 
 
 def apply(
@@ -64,7 +66,7 @@ def apply(
     """Applies experts to rows; the derivative is straight-through.
 
     Args:
-        static: see `Static`; its `activation` is set here.
+        static: see `Static`; its activation is set here.
         port: `[N, H]`, which gets the cotangent of the rows; its values are not read.
         masters: gate_up and down, which get the cotangents of the weights; their values
             are not read either, so XLA leaves out what computes them.
@@ -81,6 +83,7 @@ def apply(
     given = (port, masters, biases, rows, weights, sizes)
     axes = frozenset().union(*map(varying, jax.tree.leaves(given)))
     consts: tuple[jax.Array, ...] = ()
+    static = static._replace(of_kernels=activations.of_kernels(activation))
     if activation is not None:
         shape = rows.values.shape[0], weights.shapes[1][1]
         run, consts, axes = activations.closed(activation, shape, jnp.float32, axes)
@@ -119,14 +122,14 @@ def _apply(
     sizes: jax.Array,
 ) -> jax.Array:
     del port, masters
-    sums = _sums_dtype(static, biases)
 
     def run(biases: Any, consts: Any, rows: Any, weights: Any, sizes: Any) -> Any:
-        inner = Inner(biases.gate, biases.up, consts, static.activation)
-        return static.operations.apply(rows, weights, sizes, inner, static.dtype, sums)
+        inner = static.inner(biases, consts)
+        return static.operations.apply(
+            rows, weights, sizes, inner, biases.down, static.dtype
+        )
 
-    out = batching.in_turn(run)(biases, consts, rows, weights, sizes)
-    return _with_down_bias(static, biases, out, sizes)
+    return batching.in_turn(run)(biases, consts, rows, weights, sizes)
 
 
 def _forward(
@@ -145,9 +148,8 @@ def _forward(
     # that saves this name repeats no product.
     gate_up_rows = checkpoint_name(gate_up_rows, GATE_UP_NAME)
     h = jax.tree.map(lambda part: named_bits(part, GATE_UP_NAME), h)
-    sums = _sums_dtype(static, biases)
-    out = _matmul(static.operations.fprop, h, weights, "down", sizes, sums)
-    out = _with_down_bias(static, biases, out, sizes)
+    run = static.operations.fprop
+    out = _matmul(run, h, weights, "down", sizes, static.dtype, biases.down)
     return out, (biases, consts, rows, h, gate_up_rows, weights, sizes)
 
 
@@ -175,7 +177,7 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
         consts: Any,
         gate_up_rows: Any,
     ) -> Any:
-        inner = Inner(biases.gate, biases.up, consts, static.activation)
+        inner = static.inner(biases, consts)
         operand = Rows(cotangent, None)
         if not plain:
             operand = compute.quantize_cotangents(cotangent, sizes)
@@ -210,23 +212,12 @@ def _gate_up(
     sizes: jax.Array,
 ) -> Any:
     def run(biases: Any, consts: Any, rows: Any, weights: Any, sizes: Any) -> Any:
-        inner = Inner(biases.gate, biases.up, consts, static.activation)
+        inner = static.inner(biases, consts)
         return static.operations.gate_up(
             rows, weights, sizes, inner, True, static.dtype
         )
 
     return batching.in_turn(run)(biases, consts, rows, weights, sizes)
-
-
-def _sums_dtype(static: Static, biases: Biases) -> Any:
-    """Returns the dtype of down's matmul, which is rounded once, after the bias."""
-    return static.dtype if biases.down is None else jnp.float32
-
-
-def _with_down_bias(
-    static: Static, biases: Biases, out: jax.Array, sizes: jax.Array
-) -> jax.Array:
-    return with_bias(out, biases.down, sizes).astype(static.dtype)
 
 
 def _matmul(
@@ -236,13 +227,15 @@ def _matmul(
     which: Which,
     sizes: jax.Array,
     dtype: Any,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Calls `Operations.fprop` or `Operations.dgrad`."""
+    """Calls `Operations.fprop` with a bias, or `Operations.dgrad` without."""
 
-    def run(rows: Any, weights: Any, sizes: Any) -> Any:
-        return multiply(rows, weights, which, sizes, dtype)
+    def run(rows: Any, weights: Any, sizes: Any, bias: Any) -> Any:
+        more = () if bias is None else (bias,)
+        return multiply(rows, weights, which, sizes, dtype, *more)
 
-    return batching.in_turn(run)(rows, weights, sizes)
+    return batching.in_turn(run)(rows, weights, sizes, bias)
 
 
 def _wgrad(

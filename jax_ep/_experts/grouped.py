@@ -91,105 +91,96 @@ class Products(Protocol):
         """
 
 
-class Fused(Products, Protocol):
-    """An implementation that also has SwiGLU inside matmuls, of aligned columns."""
+class OfKernels(NamedTuple):
+    """Kernels, which also have biases and the activation inside matmuls.
 
-    def gate_up(self, rows: Any, matrices: Any, sizes: Any, keep: bool) -> Any:
-        """Applies gate, up and SwiGLU, as `kernels.gate_up` does."""
-
-    def down_dgrad(
-        self, cotangents: Any, matrices: Any, gate_up_rows: Any, sizes: Any
-    ) -> Any:
-        """Computes the backward pass of down and SwiGLU, as `kernels.down_dgrad`."""
-
-    def experts(self, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
-        """Applies both matmuls, with nothing kept for a derivative."""
-
-
-class Hopper(NamedTuple):
-    """The kernels for Hopper."""
-
-    def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
-        if dtype != rows.dtype:
-            return Portable(False).fprop(rows, weights, sizes, dtype)
-        out = kernels.fprop(aligned(rows, 1), aligned(weights, 1, 2), sizes)
-        return cut(out, weights.shape[2])
-
-    def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
-        if dtype != cotangents.dtype:
-            return Portable(False).dgrad(cotangents, weights, sizes, dtype)
-        out = kernels.dgrad(aligned(cotangents, 1), aligned(weights, 1, 2), sizes)
-        return cut(out, weights.shape[1])
-
-    def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
-        # The kernels write either the operands' dtype or the float32 sums.
-        out = dtype if dtype == rows.dtype else jnp.float32
-        found = kernels.wgrad(aligned(rows, 1), aligned(cotangents, 1), sizes, out)
-        found = found if found.shape[1] == rows.shape[1] else found[:, : rows.shape[1]]
-        return cut(found, cotangents.shape[1]).astype(dtype)
-
-    def sums(self, values: Any, sizes: Any) -> Any:
-        return _sums_of_products(values, sizes, self, kernels.ALIGNED)
-
-    def gate_up(self, rows: Any, matrices: Any, sizes: Any, keep: bool) -> Any:
-        return kernels.gate_up(rows, matrices, sizes, keep)
-
-    def down_dgrad(
-        self, cotangents: Any, matrices: Any, gate_up_rows: Any, sizes: Any
-    ) -> Any:
-        return kernels.down_dgrad(cotangents, matrices, gate_up_rows, sizes)
-
-    def experts(self, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
-        if kernels.is_paired(rows.shape[0], sizes.shape[0]):
-            return kernels.experts(rows, gate_up, down, sizes)
-        h, _ = kernels.gate_up(rows, gate_up, sizes, keep=False)
-        return kernels.fprop(h, down, sizes)
-
-
-class Portable(NamedTuple):
-    """The kernels for GPUs of compute capability 8.0 and newer.
-
-    `exact` says whether float32 is multiplied as such, not rounded to TF32.
+    `Products` of columns that are not aligned are padded; the other methods take
+    aligned ones.
     """
 
-    exact: bool
+    own: kernels.Kernels
 
     def fprop(self, rows: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
         given = aligned(rows, 1), aligned(weights, 1, 2), sizes
-        # The kernels write either the operands' dtype or the float32 sums.
-        out = dtype if dtype == rows.dtype else jnp.float32
-        found = kernels.portable_fprop(*given, self.exact, out)
-        return cut(found, weights.shape[2]).astype(dtype)
+        run, out = self._of(rows, dtype)
+        return cut(run.fprop(*given, dtype=out), weights.shape[2]).astype(dtype)
 
     def dgrad(self, cotangents: Any, weights: Any, sizes: Any, dtype: Any) -> Any:
         given = aligned(cotangents, 1), aligned(weights, 1, 2), sizes
-        out = dtype if dtype == cotangents.dtype else jnp.float32
-        found = kernels.portable_dgrad(*given, self.exact, out)
-        return cut(found, weights.shape[1]).astype(dtype)
+        run, out = self._of(cotangents, dtype)
+        return cut(run.dgrad(*given, dtype=out), weights.shape[1]).astype(dtype)
 
     def wgrad(self, rows: Any, cotangents: Any, sizes: Any, dtype: Any) -> Any:
+        # The kernels write either the operands' dtype or the float32 sums.
         out = dtype if dtype == rows.dtype else jnp.float32
         given = aligned(rows, 1), aligned(cotangents, 1), sizes
-        found = kernels.portable_wgrad(*given, self.exact, out)
+        found = self.own.wgrad(*given, out)
         found = found if found.shape[1] == rows.shape[1] else found[:, : rows.shape[1]]
         return cut(found, cotangents.shape[1]).astype(dtype)
 
     def sums(self, values: Any, sizes: Any) -> Any:
         # Products with ones round float32 values unless they are exact.
-        return _sums_of_products(values, sizes, Portable(True), kernels.ALIGNED)
+        exact = OfKernels(kernels.portable(True)) if self.own.sums else self
+        return _sums_of_products(values, sizes, exact, kernels.ALIGNED)
 
-    def gate_up(self, rows: Any, matrices: Any, sizes: Any, keep: bool) -> Any:
-        return kernels.portable_gate_up(rows, matrices, sizes, keep, self.exact)
+    def gate_up(
+        self, rows: Any, matrices: Any, sizes: Any, bias: Any, activation: Any
+    ) -> Any:
+        """Applies gate, up and the activation, and keeps gate and up."""
+        return self.own.gate_up(rows, matrices, sizes, True, bias, activation)
+
+    def down(self, rows: Any, matrices: Any, sizes: Any, bias: Any) -> Any:
+        """Multiplies by down and adds its bias."""
+        return self.own.fprop(rows, matrices, sizes, bias)
 
     def down_dgrad(
-        self, cotangents: Any, matrices: Any, gate_up_rows: Any, sizes: Any
+        self, cotangents: Any, down: Any, gate_up_rows: Any, sizes: Any, activation: Any
     ) -> Any:
-        given = cotangents, matrices, gate_up_rows, sizes
-        return kernels.portable_down_dgrad(*given, self.exact)
+        """Computes the backward pass of down and the activation."""
+        given = cotangents, down, gate_up_rows, sizes
+        return self.own.down_dgrad(*given, activation)
 
-    def experts(self, rows: Any, gate_up: Any, down: Any, sizes: Any) -> Any:
-        h, _ = self.gate_up(rows, gate_up, sizes, keep=False)
-        return kernels.portable_fprop(h, down, sizes, self.exact, rows.dtype)
+    def dgrad_of_both(self, cotangents: Any, gate: Any, up: Any, sizes: Any) -> Any:
+        """Adds those of gate by its matrices to those of up by its matrices."""
+        return self.own.dgrad(cotangents, gate, sizes, up=up)
+
+    def wgrad_of_side(
+        self, rows: Any, cotangents: Any, sizes: Any, dtype: Any, side: int
+    ) -> Any:
+        """`wgrad` with one side of cotangents `[N, 2, B]`."""
+        out = dtype if dtype == rows.dtype else jnp.float32
+        return self.own.wgrad(rows, cotangents, sizes, out, side).astype(dtype)
+
+    def experts(
+        self,
+        rows: Any,
+        gate_up: Any,
+        down: Any,
+        sizes: Any,
+        biases: kernels.Biases,
+        activation: kernels.Activation,
+    ) -> Any:
+        """Applies both matmuls, with nothing kept for a derivative."""
+        paired = kernels.is_paired(rows.shape[0], sizes.shape[0])
+        if self.own == kernels.HOPPER and paired:
+            return kernels.experts(rows, gate_up, down, sizes, biases, activation)
+        given = rows, gate_up, sizes, False, biases.gate_up, activation
+        h, _ = self.own.gate_up(*given)
+        return self.own.fprop(h, down, sizes, biases.down)
+
+    def _of(self, rows: Any, dtype: Any) -> tuple[kernels.Kernels, Any]:
+        """Returns kernels for results of a dtype, and the dtype that they write."""
+        if dtype == rows.dtype:
+            return self.own, None
+        return self.own if self.own.sums else kernels.portable(False), jnp.float32
+
+
+HOPPER = OfKernels(kernels.HOPPER)
+
+
+def portable(exact: bool) -> OfKernels:
+    """Returns the kernels for GPUs of compute capability 8.0 and newer."""
+    return OfKernels(kernels.portable(exact))
 
 
 def aligned(array: Any, *axes: int) -> Any:

@@ -33,8 +33,8 @@ _BOTH: tuple[Which, ...] = ("gate_up", "down")
 class HopperOperations(Operations):
     """Uses kernels, and the reference for what the kernels do not support.
 
-    The kernels include SwiGLU without biases. Other activations, and biases, are
-    applied after the matmuls in fp8.
+    The kernels include biases, SwiGLU and the activations of `jax_ep.experts`. Other
+    activations are applied after the matmuls in fp8.
     """
 
     transposes_weights = True
@@ -75,20 +75,22 @@ class HopperOperations(Operations):
         which: Which,
         sizes: jax.Array,
         dtype: Any,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
         """Overrides `Operations.fprop`."""
+        bias = None if bias is None else bias.astype(jnp.float32)
         if weights.format == "mxfp4":
-            run = _mxfp4(rows, weights, which, sizes)
+            run = _mxfp4(rows, weights, which, sizes, bias)
             if run is not None:
                 out = jnp.bfloat16 if _is_bfloat16(dtype) else jnp.float32
                 return run(out).astype(dtype)
         operand = _fp8(rows, weights)
         if operand is None:
-            return super().fprop(rows, weights, which, sizes, dtype)
+            return super().fprop(rows, weights, which, sizes, dtype, bias)
         matrices = _transposed(weights, which)
         matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
         scales = _merged(getattr(weights, f"{which}_scales"))
-        return kernels.fp8_fprop(operand, matrices, scales, sizes, dtype)
+        return kernels.fp8_fprop(operand, matrices, scales, sizes, dtype, bias)
 
     def dgrad(
         self,
@@ -106,7 +108,9 @@ class HopperOperations(Operations):
             and _is_bfloat16(cotangents.values.dtype)
         ):
             matrices = _decoded(weights, which)
-            return kernels.dgrad(cotangents.values, matrices, sizes).astype(dtype)
+            return kernels.HOPPER.dgrad(cotangents.values, matrices, sizes).astype(
+                dtype
+            )
         operand = _fp8(cotangents, weights)
         if operand is None:
             return super().dgrad(cotangents, weights, which, sizes, dtype)
@@ -124,14 +128,15 @@ class HopperOperations(Operations):
         dtype: Any,
     ) -> tuple[Rows, jax.Array | None]:
         """Overrides `Operations.gate_up`."""
-        if weights.format == "mxfp4" and _is_swiglu(inner) and not keep:
-            fused = _mxfp4(rows, weights, "gate_up", sizes, swiglu=True)
+        activation = inner.of_kernels
+        if weights.format == "mxfp4" and activation is not None and not keep:
+            fused = _mxfp4(rows, weights, "gate_up", sizes, inner.bias, activation)
             if fused is not None and rows.scales is None and _is_bfloat16(dtype):
                 return Rows(fused(jnp.bfloat16), None), None
             if fused is not None and rows.scales is not None:
                 return quantized_rows(fused(jnp.float32)), None
         operand = _fp8(rows, weights)
-        if operand is None or not _is_swiglu(inner):
+        if operand is None or activation is None:
             return super().gate_up(rows, weights, sizes, inner, keep, dtype)
         h, gate_up_rows = kernels.fp8_gate_up(
             operand,
@@ -139,6 +144,8 @@ class HopperOperations(Operations):
             weights.gate_up_scales,
             sizes,
             keep,
+            inner.bias,
+            activation,
         )
         return Rows(*h), gate_up_rows
 
@@ -148,14 +155,15 @@ class HopperOperations(Operations):
         weights: QuantizedWeights,
         sizes: jax.Array,
         inner: Inner,
+        down_bias: jax.Array | None,
         dtype: Any,
-        out_dtype: Any,
     ) -> jax.Array:
         """Overrides `Operations.apply`."""
         operand = _fp8(rows, weights)
         paired = kernels.is_paired(rows.values.shape[0], sizes.shape[0])
-        if operand is None or not _is_swiglu(inner) or not paired:
-            return super().apply(rows, weights, sizes, inner, dtype, out_dtype)
+        if operand is None or inner.of_kernels is None or not paired:
+            return super().apply(rows, weights, sizes, inner, down_bias, dtype)
+        down = None if down_bias is None else down_bias.astype(jnp.float32)
         return kernels.fp8_experts(
             operand,
             _transposed(weights, "gate_up"),
@@ -163,7 +171,9 @@ class HopperOperations(Operations):
             _transposed(weights, "down"),
             weights.down_scales,
             sizes,
-            out_dtype,
+            dtype,
+            kernels.Biases(inner.bias, down),
+            inner.of_kernels,
         )
 
     def down_dgrad(
@@ -176,11 +186,16 @@ class HopperOperations(Operations):
     ) -> tuple[Rows, jax.Array, tuple[jax.Array, ...]]:
         """Overrides `Operations.down_dgrad`."""
         operand = _fp8(cotangents, weights)
-        # `gate_up_rows` already include the biases, so the kernel also works with them.
-        if operand is None or inner.activation is not None:
+        # `gate_up_rows` already include the biases.
+        if operand is None or inner.of_kernels is None:
             return super().down_dgrad(cotangents, weights, sizes, inner, gate_up_rows)
         codes, scales, plain = kernels.fp8_down_dgrad(
-            operand, weights.down, weights.down_scales, gate_up_rows, sizes
+            operand,
+            weights.down,
+            weights.down_scales,
+            gate_up_rows,
+            sizes,
+            inner.of_kernels,
         )
         return Rows(_side_by_side(codes), _side_by_side(scales)), plain, ()
 
@@ -196,7 +211,7 @@ class HopperOperations(Operations):
         cotangents = cotangents.astype(jnp.bfloat16)
         # The kernel writes either bfloat16 or the float32 sums.
         out = dtype if dtype == jnp.bfloat16 else jnp.float32
-        return kernels.wgrad(values, cotangents, sizes, out).astype(dtype)
+        return kernels.HOPPER.wgrad(values, cotangents, sizes, out).astype(dtype)
 
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Overrides `Operations.quantize_cotangents`."""
@@ -206,7 +221,7 @@ class HopperOperations(Operations):
         """Overrides `Operations.bias_grad`."""
         if cotangents.dtype.itemsize != 2:  # the kernels take 16 bits
             return super().bias_grad(cotangents, sizes)
-        return grouped.Hopper().sums(cotangents, sizes)
+        return grouped.HOPPER.sums(cotangents, sizes)
 
 
 def _side_by_side(values: jax.Array) -> jax.Array:
@@ -223,11 +238,6 @@ def _few_bits(*matrices: jax.Array) -> bool:
 def _is_bfloat16(dtype: Any) -> bool:
     """Whether `dtype`, which may be a string or a type, is bfloat16."""
     return jnp.dtype(dtype) == jnp.bfloat16
-
-
-def _is_swiglu(inner: Inner) -> bool:
-    biases = (inner.gate_bias, inner.up_bias)
-    return inner.activation is None and biases == (None, None)
 
 
 def _fp8(rows: Rows, weights: QuantizedWeights) -> kernels.Fp8Rows | None:
@@ -256,7 +266,8 @@ def _mxfp4(
     weights: QuantizedWeights,
     which: Which,
     sizes: jax.Array,
-    swiglu: bool = False,
+    bias: jax.Array | None,
+    activation: kernels.Activation | None = None,
 ) -> Callable[[Any], jax.Array] | None:
     """Returns a function that multiplies by "mxfp4"; it takes the result's dtype.
 
@@ -267,7 +278,8 @@ def _mxfp4(
         weights: weights in "mxfp4".
         which: the matrix.
         sizes: int32 `[L]`.
-        swiglu: whether to apply SwiGLU; the matrix is then gate_up.
+        bias: float32 `[L, B]`, or with an activation `[L, 2, B]`, or None.
+        activation: what follows; the matrix is then gate_up.
     """
     plain = rows.scales is None
     if plain and rows.values.dtype != jnp.bfloat16:
@@ -286,16 +298,18 @@ def _mxfp4(
         if many and dtype == jnp.bfloat16:
             # The weights are exact in bfloat16, so both ways sum the same products.
             matrices = _decoded(weights, which)
-            if swiglu:
+            if activation is not None:
                 split = matrices.reshape(weights.shapes[0])
-                return kernels.gate_up(rows.values, split, sizes, False)[0]
-            return kernels.fprop(rows.values, matrices, sizes)
-        columns = rest[-1]
-        if swiglu:
-            return kernels.mxfp4_gate_up(values, scales, tiles, sizes, columns, dtype)
+                given = rows.values, split, sizes, False, bias, activation
+                return kernels.HOPPER.gate_up(*given)[0]
+            return kernels.HOPPER.fprop(rows.values, matrices, sizes, bias)
+        columns, given = rest[-1], (values, scales, tiles, sizes)
+        if activation is not None:
+            return kernels.mxfp4_gate_up(*given, columns, dtype, bias, activation)
         if which == "down":
-            return kernels.mxfp4_fprop(values, scales, tiles, sizes, columns, dtype)
-        out = kernels.mxfp4_fprop(values, scales, tiles, sizes, 2 * columns, dtype)
+            return kernels.mxfp4_fprop(*given, columns, dtype, bias)
+        assert bias is None
+        out = kernels.mxfp4_fprop(*given, 2 * columns, dtype)
         return mxfp4.side_by_side(out)
 
     return multiply

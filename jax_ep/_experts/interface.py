@@ -12,6 +12,8 @@ from jax_ep._core.literals import Format, WeightFormat
 
 # Keywords that change none of the answers of experts if a partial binds them.
 _HARMLESS = {"activation", "device"}
+# What such a partial takes from its experts.
+_ANSWERS = ("name", "takes_dispatched", "takes_pair", "splits_by_group", "quantizes")
 
 
 class Case(NamedTuple):
@@ -34,6 +36,7 @@ class Experts:
             `jax_ep.experts`.
         takes_dispatched: whether they take a whole `Dispatched` instead of rows and
             group sizes.
+        takes_pair: whether gate_up may be a pair of gate and up, each `[L, H, F]`.
         splits_by_group: whether rows are the same if they are called for some groups
             at a time.
         quantizes: the format of codes that they make of weights in each call, so that
@@ -43,6 +46,7 @@ class Experts:
 
     name: str
     takes_dispatched: bool = False
+    takes_pair: bool = False
     splits_by_group: bool = False
     quantizes: WeightFormat | None = None
 
@@ -119,7 +123,7 @@ class _Partial(Experts):
     run: functools.partial[Any]
 
     def __post_init__(self) -> None:
-        for name in ("name", "takes_dispatched", "splits_by_group", "quantizes"):
+        for name in _ANSWERS:
             object.__setattr__(self, name, getattr(self.run.func, name))
 
     @property

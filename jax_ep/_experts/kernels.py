@@ -65,176 +65,194 @@ def built() -> bool:
     return ffi.gpu_target_names() >= _TARGETS
 
 
-def fprop(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`."""
-    found = _call(
-        "ep_fprop",
-        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
-        {},
-    )
-    return found.out
+class Activation(NamedTuple):
+    """What kernels do with gate and up; the fields are attributes of their calls.
 
-
-def dgrad(cotangents: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies `[N, A]` by the transposed `[L, B, A]` to `[N, B]`."""
-    found = _call(
-        "ep_dgrad",
-        {"cotangents": cotangents, "matrices": matrices, "group_sizes": sizes},
-        {},
-    )
-    return found.out
-
-
-def gate_up(
-    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, keep: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Multiplies `[N, A]` by `[L, A, 2, B]`, gate first, and applies SwiGLU.
-
-    Args:
-        rows: bfloat16 or float16.
-        matrices: of the same dtype.
-        sizes: int32 `[L]`.
-        keep: whether to return gate and up as well.
-
-    Returns:
-        `silu(gate) * up`, `[N, B]`, and gate and up `[N, 2, B]` or None, in the dtype
-        of rows, each rounded once from the float32 sums.
+    Attributes:
+        activation: "swiglu", "swiglu_clamped", "geglu" or "relu_squared".
+        alpha: of "swiglu_clamped".
+        limit: of "swiglu_clamped".
     """
-    found = _call(
-        "ep_gate_up",
-        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
-        {"keep": keep},
-    )
-    return found.h, found.gate_up_rows
+
+    activation: str = "swiglu"
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
-def down_dgrad(
-    cotangents: jax.Array,
-    matrices: jax.Array,
-    gate_up_rows: jax.Array,
-    sizes: jax.Array,
-) -> jax.Array:
-    """Computes the backward pass of down and SwiGLU.
+SWIGLU = Activation()
 
-    Args:
-        cotangents: of down's rows, `[N, A]`.
-        matrices: down, `[L, B, A]`.
-        gate_up_rows: gate and up, `[N, 2, B]`; the result reuses their memory.
-        sizes: int32 `[L]`.
+# gate_up `[L, H, 2, F]`, or gate and up `[L, H, F]` each, which are not copied.
+GateUp = jax.Array | tuple[jax.Array, jax.Array]
 
-    Returns:
-        The cotangents of gate and up, `[N, 2, B]`.
+
+def _sides(gate_up: GateUp) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the matrices that come first, and those of up if they are apart."""
+    if isinstance(gate_up, tuple):
+        return jnp.expand_dims(gate_up[0], 2), gate_up[1]
+    return gate_up, None
+
+
+class Kernels(NamedTuple):
+    """The matmuls of one kind of GPU.
+
+    Attributes:
+        prefix: what the names of their targets begin with.
+        shared: the attributes of all their calls.
+        sums: whether those of `fprop` and `dgrad` can be float32 for narrower operands.
     """
-    found = _call(
-        "ep_down_dgrad",
-        {
+
+    prefix: str
+    shared: tuple[tuple[str, Any], ...] = ()
+    sums: bool = False
+
+    def fprop(
+        self,
+        rows: jax.Array,
+        matrices: jax.Array,
+        sizes: jax.Array,
+        bias: jax.Array | None = None,
+        dtype: Any = None,
+    ) -> jax.Array:
+        """Multiplies `[N, A]` by `[L, A, B]` to `[N, B]`.
+
+        Args:
+            rows: bfloat16 or float16, or float32 where the kernels take it.
+            matrices: of the same dtype.
+            sizes: int32 `[L]`.
+            bias: float32 `[L, B]`, which is added to the float32 sums, or None.
+            dtype: of the result: None for that of rows, or float32 if they have `sums`.
+        """
+        operands = {"rows": rows, "matrices": matrices, "group_sizes": sizes}
+        return self._call(
+            "fprop", operands | {"bias": bias}, self._out(rows, dtype)
+        ).out
+
+    def dgrad(
+        self,
+        cotangents: jax.Array,
+        matrices: jax.Array,
+        sizes: jax.Array,
+        dtype: Any = None,
+        up: jax.Array | None = None,
+    ) -> jax.Array:
+        """Multiplies `[N, A]` by the transposed `[L, B, A]` to `[N, B]`.
+
+        With `up`, `[L, B, A]` like `matrices`, cotangents are `[N, 2, A]`: the result
+        is the sum of those of gate by `matrices` and those of up by `up`.
+        """
+        if up is None:
+            cotangents = jnp.expand_dims(cotangents, 1)
+        operands = {"cotangents": cotangents, "matrices": matrices, "up": up}
+        operands["group_sizes"] = sizes
+        return self._call("dgrad", operands, self._out(cotangents, dtype)).out
+
+    def gate_up(
+        self,
+        rows: jax.Array,
+        matrices: GateUp,
+        sizes: jax.Array,
+        keep: bool,
+        bias: jax.Array | None = None,
+        activation: Activation = SWIGLU,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Multiplies `[N, A]` by gate and up and applies the activation.
+
+        Args:
+            rows: as in `fprop`.
+            matrices: gate first, of the same dtype.
+            sizes: int32 `[L]`.
+            keep: whether to return gate and up as well.
+            bias: float32 `[L, 2, B]`, which is added to the float32 sums, or None.
+            activation: what makes h of gate and up.
+
+        Returns:
+            h, `[N, B]`, and gate and up with their bias `[N, 2, B]` or None, in the
+            dtype of rows, each rounded once from the float32 sums.
+        """
+        first, up = _sides(matrices)
+        operands = {"rows": rows, "matrices": first, "up": up, "group_sizes": sizes}
+        operands["bias"] = bias
+        found = self._call("gate_up", operands, {"keep": keep, **activation._asdict()})
+        return found.h, found.gate_up_rows
+
+    def down_dgrad(
+        self,
+        cotangents: jax.Array,
+        matrices: jax.Array,
+        gate_up_rows: jax.Array,
+        sizes: jax.Array,
+        activation: Activation = SWIGLU,
+    ) -> jax.Array:
+        """Computes the backward pass of down and the activation.
+
+        Args:
+            cotangents: of down's rows, `[N, A]`.
+            matrices: down, `[L, B, A]`.
+            gate_up_rows: gate and up, `[N, 2, B]`; the result reuses their memory.
+            sizes: int32 `[L]`.
+            activation: what made h of gate and up.
+
+        Returns:
+            The cotangents of gate and up, `[N, 2, B]`.
+        """
+        operands = {
             "cotangents": cotangents,
             "matrices": matrices,
             "gate_up_rows": gate_up_rows,
             "group_sizes": sizes,
-        },
-        {},
-    )
-    return found.to_gate_up_rows
+        }
+        found = self._call("down_dgrad", operands, activation._asdict())
+        return found.to_gate_up_rows
+
+    def wgrad(
+        self,
+        rows: jax.Array,
+        cotangents: jax.Array,
+        sizes: jax.Array,
+        dtype: Any,
+        side: int | None = None,
+    ) -> jax.Array:
+        """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`.
+
+        With a `side`, cotangents are `[N, 2, B]`, and those of that side are taken.
+        """
+        if side is None:
+            cotangents, side = jnp.expand_dims(cotangents, 1), -1
+        operands = {"rows": rows, "cotangents": cotangents, "group_sizes": sizes}
+        attributes = {"out_dtype": jnp.dtype(dtype).name, "side": side}
+        return self._call("wgrad", operands, attributes).out
+
+    def _out(self, like: jax.Array, dtype: Any) -> dict[str, Any]:
+        if not self.sums:
+            return {}
+        return {"out_dtype": jnp.dtype(like.dtype if dtype is None else dtype).name}
+
+    def _call(self, name: str, operands: Any, attributes: Mapping[str, Any]) -> Any:
+        given = {**attributes, **dict(self.shared)}
+        return _call(f"{self.prefix}{name}", operands, given)
 
 
-def wgrad(
-    rows: jax.Array, cotangents: jax.Array, sizes: jax.Array, dtype: Any
-) -> jax.Array:
-    """Sums outer products of `[N, A]` and `[N, B]` over each group, to `[L, A, B]`."""
-    found = _call(
-        "ep_wgrad",
-        {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
-        {"out_dtype": jnp.dtype(dtype).name},
-    )
-    return found.out
+HOPPER = Kernels("ep_")
 
 
-def portable_fprop(
-    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, exact: bool, dtype: Any
-) -> jax.Array:
-    """`fprop` on GPUs of compute capability 8.0 and newer.
+def portable(exact: bool) -> Kernels:
+    """Returns those for GPUs of compute capability 8.0 and newer.
 
     Args:
-        rows: bfloat16, float16 or float32.
-        matrices: of the same dtype.
-        sizes: int32 `[L]`.
         exact: whether float32 is multiplied as such, not rounded to TF32.
-        dtype: of the result: that of the rows, or float32.
     """
-    found = _call(
-        "ep_portable_fprop",
-        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
-        {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
-    )
-    return found.out
-
-
-def portable_dgrad(
-    cotangents: jax.Array,
-    matrices: jax.Array,
-    sizes: jax.Array,
-    exact: bool,
-    dtype: Any,
-) -> jax.Array:
-    """`dgrad`, with arguments as of `portable_fprop`."""
-    found = _call(
-        "ep_portable_dgrad",
-        {"cotangents": cotangents, "matrices": matrices, "group_sizes": sizes},
-        {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
-    )
-    return found.out
-
-
-def portable_gate_up(
-    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, keep: bool, exact: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """`gate_up`, with `exact` as of `portable_fprop`."""
-    found = _call(
-        "ep_portable_gate_up",
-        {"rows": rows, "matrices": matrices, "group_sizes": sizes},
-        {"exact": exact, "keep": keep},
-    )
-    return found.h, found.gate_up_rows
-
-
-def portable_down_dgrad(
-    cotangents: jax.Array,
-    matrices: jax.Array,
-    gate_up_rows: jax.Array,
-    sizes: jax.Array,
-    exact: bool,
-) -> jax.Array:
-    """`down_dgrad`, with `exact` as of `portable_fprop`."""
-    found = _call(
-        "ep_portable_down_dgrad",
-        {
-            "cotangents": cotangents,
-            "matrices": matrices,
-            "gate_up_rows": gate_up_rows,
-            "group_sizes": sizes,
-        },
-        {"exact": exact},
-    )
-    return found.to_gate_up_rows
-
-
-def portable_wgrad(
-    rows: jax.Array, cotangents: jax.Array, sizes: jax.Array, exact: bool, dtype: Any
-) -> jax.Array:
-    """`wgrad`, with `exact` and `dtype` as of `portable_fprop`."""
-    found = _call(
-        "ep_portable_wgrad",
-        {"rows": rows, "cotangents": cotangents, "group_sizes": sizes},
-        {"exact": exact, "out_dtype": jnp.dtype(dtype).name},
-    )
-    return found.out
+    return Kernels("ep_portable_", (("exact", exact),), sums=True)
 
 
 def fp8_fprop(
-    rows: Fp8Rows, matrices: jax.Array, scales: jax.Array, sizes: jax.Array, dtype: Any
+    rows: Fp8Rows,
+    matrices: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array,
+    dtype: Any,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """`fprop` in fp8.
+    """`Kernels.fprop` in fp8.
 
     Args:
         rows: `[N, A]`.
@@ -242,6 +260,7 @@ def fp8_fprop(
         scales: `[L, A / 128, B / 128]`.
         sizes: int32 `[L]`.
         dtype: of the result.
+        bias: float32 `[L, B]`, or None.
 
     Returns:
         `[N, B]`.
@@ -254,6 +273,7 @@ def fp8_fprop(
             "matrices": matrices,
             "matrix_scales": scales,
             "group_sizes": sizes,
+            "bias": bias,
         },
         {"out_dtype": jnp.dtype(dtype).name},
     )
@@ -267,7 +287,7 @@ def fp8_dgrad(
     sizes: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """`dgrad` in fp8.
+    """`Kernels.dgrad` in fp8.
 
     Args:
         cotangents: `[N, A]`.
@@ -294,9 +314,15 @@ def fp8_dgrad(
 
 
 def fp8_gate_up(
-    rows: Fp8Rows, matrices: jax.Array, scales: jax.Array, sizes: jax.Array, keep: bool
+    rows: Fp8Rows,
+    matrices: jax.Array,
+    scales: jax.Array,
+    sizes: jax.Array,
+    keep: bool,
+    bias: jax.Array | None = None,
+    activation: Activation = SWIGLU,
 ) -> tuple[Fp8Rows, jax.Array | None]:
-    """`gate_up` in fp8; SwiGLU's float32 result is quantised as rows are.
+    """`Kernels.gate_up` in fp8; the float32 result is quantised as rows are.
 
     Args:
         rows: `[N, A]`.
@@ -304,9 +330,11 @@ def fp8_gate_up(
         scales: `[L, A / 128, 2, B / 128]`.
         sizes: int32 `[L]`.
         keep: whether to return gate and up as well.
+        bias: float32 `[L, 2, B]`, or None.
+        activation: what makes h of gate and up.
 
     Returns:
-        h `[N, B]`; gate and up in bfloat16 `[N, 2, B]`, or None.
+        h `[N, B]`; gate and up with their bias in bfloat16 `[N, 2, B]`, or None.
     """
     found = _call(
         "ep_fp8_gate_up",
@@ -316,8 +344,9 @@ def fp8_gate_up(
             "matrices": matrices,
             "matrix_scales": scales,
             "group_sizes": sizes,
+            "bias": bias,
         },
-        {"keep": keep, "out_dtype": "bfloat16"},
+        {"keep": keep, "out_dtype": "bfloat16", **activation._asdict()},
     )
     return Fp8Rows(found.h, found.h_scales), found.gate_up_rows
 
@@ -328,8 +357,9 @@ def fp8_down_dgrad(
     scales: jax.Array,
     gate_up_rows: jax.Array,
     sizes: jax.Array,
+    activation: Activation = SWIGLU,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`down_dgrad` in fp8.
+    """`Kernels.down_dgrad` in fp8.
 
     Args:
         cotangents: `[N, A]`.
@@ -337,6 +367,7 @@ def fp8_down_dgrad(
         scales: `[L, B / 128, A / 128]`.
         gate_up_rows: bfloat16 `[N, 2, B]`; the last result reuses its memory.
         sizes: int32 `[L]`.
+        activation: what made h of gate and up.
 
     Returns:
         The cotangents of gate and up: quantised from float32 as cotangents are, codes
@@ -352,7 +383,7 @@ def fp8_down_dgrad(
             "gate_up_rows": gate_up_rows,
             "group_sizes": sizes,
         },
-        {"out_dtype": "bfloat16"},
+        {"out_dtype": "bfloat16", **activation._asdict()},
     )
     return found.codes, found.scales, found.to_gate_up_rows
 
@@ -367,26 +398,45 @@ def is_paired(rows: int, groups: int) -> bool:
     return rows <= _MOST_PAIRED * groups
 
 
+class Biases(NamedTuple):
+    """Float32 `[L, 2, F]` and `[L, H]`; each may be None."""
+
+    gate_up: jax.Array | None = None
+    down: jax.Array | None = None
+
+
+NO_BIASES = Biases()
+
+
 def experts(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array
+    rows: jax.Array,
+    gate_up: GateUp,
+    down: jax.Array,
+    sizes: jax.Array,
+    biases: Biases = NO_BIASES,
+    activation: Activation = SWIGLU,
 ) -> jax.Array:
     """Applies `gate_up` and then `fprop`, whose kernel begins before the other ends.
 
     Args:
         rows: `[N, H]`, bfloat16 or float16.
-        gate_up: `[L, H, 2, F]`, of the same dtype.
+        gate_up: of the same dtype.
         down: `[L, F, H]`, likewise.
         sizes: int32 `[L]`.
+        biases: see there.
+        activation: what makes h of gate and up.
 
     Returns:
         `[N, H]`, in the dtype of rows.
     """
-    found = _call(
-        "ep_experts",
-        {"rows": rows, "gate_up": gate_up, "down": down, "group_sizes": sizes},
-        {},
-    )
-    return found.out
+    first, up = _sides(gate_up)
+    operands = {"rows": rows, "gate_up": first, "up": up, "down": down}
+    operands |= {"group_sizes": sizes, **_named(biases)}
+    return _call("ep_experts", operands, activation._asdict()).out
+
+
+def _named(biases: Biases) -> dict[str, jax.Array | None]:
+    return {"gate_up_bias": biases.gate_up, "down_bias": biases.down}
 
 
 def fp8_experts(
@@ -397,8 +447,10 @@ def fp8_experts(
     down_scales: jax.Array,
     sizes: jax.Array,
     dtype: Any,
+    biases: Biases = NO_BIASES,
+    activation: Activation = SWIGLU,
 ) -> jax.Array:
-    """`experts` in fp8; SwiGLU's float32 result is quantised as rows are.
+    """`experts` in fp8; the float32 result of the activation is quantised as rows are.
 
     Args:
         rows: `[N, H]`.
@@ -408,6 +460,8 @@ def fp8_experts(
         down_scales: `[L, F / 128, H / 128]`.
         sizes: int32 `[L]`.
         dtype: of the result.
+        biases: see there.
+        activation: what makes h of gate and up.
 
     Returns:
         `[N, H]`.
@@ -422,8 +476,9 @@ def fp8_experts(
             "down": down,
             "down_scales": down_scales,
             "group_sizes": sizes,
+            **_named(biases),
         },
-        {"out_dtype": jnp.dtype(dtype).name},
+        {"out_dtype": jnp.dtype(dtype).name, **activation._asdict()},
     )
     return found.out
 
@@ -435,8 +490,9 @@ def mxfp4_fprop(
     sizes: jax.Array,
     columns: int,
     dtype: Any,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """`fprop` by matrices in mxfp4, which are read once for few rows.
+    """`Kernels.fprop` by matrices in mxfp4, which are read once for few rows.
 
     Args:
         rows: bfloat16 `[N, A]`.
@@ -445,11 +501,15 @@ def mxfp4_fprop(
         sizes: int32 `[L]`.
         columns: B.
         dtype: of the result, bfloat16 or float32.
+        bias: float32 `[L, B]`, or None.
 
     Returns:
         `[N, B]`, rounded once from the float32 sums.
     """
+    bias = None if bias is None else jnp.expand_dims(bias, 1)
     dims, operands, attributes = _mxfp4(rows, scales, tiles, sizes, columns, dtype)
+    operands |= {"bias": bias}
+    attributes |= SWIGLU._asdict()
     return tables.call("ep_mxfp4_fprop", rows, dims, operands, attributes).out
 
 
@@ -460,9 +520,16 @@ def mxfp4_gate_up(
     sizes: jax.Array,
     columns: int,
     dtype: Any,
+    bias: jax.Array | None = None,
+    activation: Activation = SWIGLU,
 ) -> jax.Array:
-    """`mxfp4_fprop` with tiles that hold gate and up, followed by SwiGLU."""
+    """`mxfp4_fprop` with tiles that hold gate and up, followed by the activation.
+
+    The bias is `[L, 2, B]`.
+    """
     dims, operands, attributes = _mxfp4(rows, scales, tiles, sizes, columns, dtype)
+    operands |= {"bias": bias}
+    attributes |= activation._asdict()
     return tables.call("ep_mxfp4_gate_up", rows, dims, operands, attributes).out
 
 

@@ -173,6 +173,7 @@ class Fp8(Experts):
             static = _fp8.Static(
                 d.rows_dtype,
                 None,
+                None,
                 port is not None,
                 None if masters is None else (masters[0].dtype, masters[1].dtype),
                 select.operations(),

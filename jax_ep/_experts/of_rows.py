@@ -17,14 +17,16 @@ from jax_ep._core.types import Dispatched
 from jax_ep._experts import (
     activations,
     biases,
+    devices,
+    fused,
     grouped,
+    kernels,
     operations,
     orders,
-    select,
-    swiglu,
 )
 from jax_ep._experts.activations import Activation
 from jax_ep._experts.interface import Case, Experts
+from jax_ep._experts.kernels import GateUp
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._ops.expert_of_row import group_of_row
 
@@ -45,7 +47,7 @@ class Operands(NamedTuple):
     """The rows `[N, H]`, the matrices in any floating dtype, and the group sizes."""
 
     rows: jax.Array
-    gate_up: jax.Array
+    gate_up: GateUp
     down: jax.Array
     group_sizes: jax.Array
 
@@ -58,35 +60,44 @@ class Options(NamedTuple):
     down_bias: jax.Array | None = None
     activation: Activation | None = None
 
-    @property
-    def between(self) -> bool:
-        """Whether there is more than SwiGLU between the products."""
-        given = self.activation, self.gate_bias, self.up_bias
-        return any(each is not None for each in given)
-
     def activate(
         self,
-        gate_up_rows: jax.Array,
+        gate_up_rows: GateUp,
         group_sizes: jax.Array,
         has_token: jax.Array,
         products: grouped.Products,
     ) -> jax.Array:
-        """Returns the rows that `down` multiplies, from gate and up side by side.
+        """Returns the rows that `down` multiplies, from gate and up without biases.
 
         Args:
-            gate_up_rows: `[N, 2 * F]`.
+            gate_up_rows: `[N, 2 * F]`, or a pair of gate and up `[N, F]`.
             group_sizes: int32 `[L]`.
             has_token: bool `[N]`, False for rows that hold no token.
             products: what sums the gradients of biases.
         """
-        if self.gate_bias is not None or self.up_bias is not None:
-            shape = group_sizes.shape[0], gate_up_rows.shape[1] // 2
-            bias = _joined_biases(self.gate_bias, self.up_bias, shape)
-            gate_up_rows = biases.add(gate_up_rows, bias, group_sizes, products)
-        gate, up = jnp.split(gate_up_rows, 2, axis=-1)
+        given = self.gate_bias, self.up_bias
+        if isinstance(gate_up_rows, tuple):
+            gate, up = (
+                side if bias is None else biases.add(side, bias, group_sizes, products)
+                for side, bias in zip(gate_up_rows, given, strict=True)
+            )
+        else:
+            if given != (None, None):
+                shape = group_sizes.shape[0], gate_up_rows.shape[1] // 2
+                bias = biases.joined(*given, shape)
+                gate_up_rows = biases.add(gate_up_rows, bias, group_sizes, products)
+            gate, up = jnp.split(gate_up_rows, 2, axis=-1)
         if self.activation is None:
             return jax.nn.silu(gate) * up
         return activations.apply(self.activation, gate, up, has_token)
+
+    def of_kernels(self) -> kernels.Biases:
+        """Returns the biases as kernels take them."""
+        down = self.down_bias
+        return kernels.Biases(
+            biases.of_kernels(self.gate_bias, self.up_bias),
+            None if down is None else jnp.asarray(down).astype(jnp.float32),
+        )
 
     def finish(
         self, rows: jax.Array, group_sizes: jax.Array, products: grouped.Products
@@ -97,21 +108,6 @@ class Options(NamedTuple):
         return biases.add(rows, jnp.asarray(self.down_bias), group_sizes, products)
 
 
-def _joined_biases(
-    gate: jax.Array | None, up: jax.Array | None, shape: tuple[int, int]
-) -> jax.Array:
-    """Joins biases `[L, F]`, zeros for a missing one, so that one pass sums gradients.
-
-    The result is float32 at least: the gradients are rounded once, to each one's dtype.
-    """
-    sides = [
-        jnp.zeros(shape, jnp.float32) if side is None else jnp.asarray(side)
-        for side in (gate, up)
-    ]
-    wide = jnp.result_type(*sides, jnp.float32)
-    return jnp.concatenate([side.astype(wide) for side in sides], 1)
-
-
 class OfRows(Experts):
     """Experts on rows `[N, H]`, in the dtype of the rows.
 
@@ -120,13 +116,14 @@ class OfRows(Experts):
     """
 
     kinds: str = "bfloat16, float16 or float32"
+    takes_pair = True
     splits_by_group = True
 
     @calls.explained(lambda self: f"experts.{self.name}", _OF_ROWS)
     def __call__(
         self,
         rows: jax.Array,
-        gate_up: jax.Array,
+        gate_up: GateUp,
         down: jax.Array,
         group_sizes: jax.Array,
         *,
@@ -141,7 +138,8 @@ class OfRows(Experts):
         Args:
             rows: `[N, H]`, grouped by expert. Rows past the last group may hold
                 anything.
-            gate_up: `[L, H, 2, F]`, gate first.
+            gate_up: `[L, H, 2, F]`, gate first, or a pair of gate and up `[L, H, F]`,
+                which are not copied.
             down: `[L, F, H]`.
             group_sizes: int32 `[L]`, rows of each group.
             gate_bias: `[L, F]`, or None.
@@ -164,6 +162,8 @@ class OfRows(Experts):
         given = Operands(rows, gate_up, down, group_sizes)
         options = Options(gate_bias, up_bias, down_bias, activation)
         _require_operands(function, self.kinds, given, options)
+        if isinstance(gate_up, list):
+            given = given._replace(gate_up=tuple(gate_up))
         device = device or jax.local_devices()[0]
         case = Case(device, rows.dtype.name)
         obstacle = self.obstacle(case)
@@ -183,7 +183,11 @@ class OfRows(Experts):
         products = self.products(case)
         rows, gate_up, down, group_sizes = given
         gate_up, down = _wide(rows, gate_up, down)
-        gate_up_rows = grouped.matmul(rows, gate_up, group_sizes, products)
+
+        def multiply(matrices: jax.Array) -> jax.Array:
+            return grouped.matmul(rows, matrices, group_sizes, products)
+
+        gate_up_rows = jax.tree.map(multiply, gate_up)
         has_token = operations.rows_in_groups(group_sizes, rows.shape[0])
         h = options.activate(gate_up_rows, group_sizes, has_token, products)
         out = grouped.matmul(h, down, group_sizes, products)
@@ -211,8 +215,9 @@ class RaggedDot(OfRows):
 class Hopper(OfRows):
     """Experts by grouped matmuls for Hopper GPUs, in bfloat16 and float16.
 
-    Without `activation` and without biases of gate and up, SwiGLU and its derivative
-    are part of the matmuls. Derivatives of any order work. Columns that are not
+    Biases, SwiGLU and the activations of `jax_ep.experts`, and their derivatives, are
+    part of the matmuls; other activations run between them. Derivatives of any order
+    work. Columns that are not
     multiples of 8 are padded, which copies rows and weights. `hopper_obstacle` says why
     they do not run.
     """
@@ -223,7 +228,7 @@ class Hopper(OfRows):
     def obstacle(self, case: Case) -> str | None:
         if jnp.dtype(case.dtype).itemsize != _ITEMSIZE:
             return f"rows in {self.kinds}, got {case.dtype}"
-        return select.device_obstacle(case.device)
+        return devices.device_obstacle(case.device)
 
     def reads_tail(self, case: Case) -> bool:
         del case
@@ -231,14 +236,14 @@ class Hopper(OfRows):
 
     def products(self, case: Case) -> grouped.Products:
         del case
-        return grouped.Hopper()
+        return grouped.HOPPER
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
         products: Any = self.products(case)
-        if options.between:
+        activation = activations.of_kernels(options.activation)
+        if activation is None:
             return super().apply(case, given, options)
-        out = swiglu.apply(*given, products)
-        return options.finish(out, given.group_sizes, products)
+        return fused.apply(*given, options.of_kernels(), activation, products)
 
 
 class Portable(Hopper):
@@ -259,7 +264,7 @@ class Portable(Hopper):
             return f"rows in {self.kinds}, got {case.dtype}"
         if case.device.platform == "cpu":
             return None
-        return select.portable_obstacle(case.device)
+        return devices.portable_obstacle(case.device)
 
     def reads_tail(self, case: Case) -> bool:
         return case.device.platform == "cpu"
@@ -268,7 +273,7 @@ class Portable(Hopper):
         if case.device.platform == "cpu":
             return grouped.everywhere(device=case.device)
         exact = grouped.default_precision() not in _ROUNDED
-        return grouped.Portable(case.dtype == "float32" and exact)
+        return grouped.portable(case.dtype == "float32" and exact)
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
         if case.device.platform == "cpu":
@@ -366,7 +371,7 @@ class Padded(OfRows):
 
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
         rows, gate_up, down, group_sizes = given
-        groups, hidden = gate_up.shape[:2]
+        groups, _, hidden = down.shape
         gate_up, down = _wide(rows, gate_up, down)
         row, filled, at, kept = _places(group_sizes, rows.shape[0], self.largest)
         padded = _gather(rows, row, at, kept)
@@ -374,8 +379,12 @@ class Padded(OfRows):
         padded = padded.reshape(groups, self.largest, hidden)
         even = jnp.full(groups, self.largest, jnp.int32)
         products = self.products(case)
-        gate_up_rows = jnp.einsum("lnh,lhf->lnf", padded, gate_up)
-        gate_up_rows = gate_up_rows.reshape(-1, gate_up_rows.shape[-1])
+
+        def multiply(matrices: jax.Array) -> jax.Array:
+            found = jnp.einsum("lnh,lhf->lnf", padded, matrices)
+            return found.reshape(-1, found.shape[-1])
+
+        gate_up_rows = jax.tree.map(multiply, gate_up)
         h = options.activate(gate_up_rows, even, filled, products)
         # Places without a row hold what an activation made of another expert's row.
         h = jnp.where(filled[:, None], h, 0).reshape(groups, self.largest, -1)
@@ -414,8 +423,12 @@ def _require_operands(
         (operands.WIDE_FLOATS._replace(words=kinds), "int32"),
         "pass those of the dispatch",
     )
-    table = (rows, orders.MATRICES, *_BIASES)
-    operands.checked(function, table, given._asdict() | options._asdict())
+    of_experts = given._asdict() | options._asdict()
+    matrices = orders.MATRICES
+    if isinstance(given.gate_up, tuple | list) and len(given.gate_up) == 2:
+        matrices = orders.PAIR
+        of_experts["gate"], of_experts["up"] = given.gate_up
+    operands.checked(function, (rows, matrices, *_BIASES), of_experts)
 
 
 _BIASES = tuple(
@@ -429,11 +442,15 @@ _BIASES = tuple(
 
 
 def _wide(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the matrices in the dtype of rows, with gate and up side by side."""
-    gate_up = gate_up.astype(rows.dtype)
-    return gate_up.reshape(*gate_up.shape[:2], -1), down.astype(rows.dtype)
+    rows: jax.Array, gate_up: GateUp, down: jax.Array
+) -> tuple[GateUp, jax.Array]:
+    """Returns the matrices in the dtype of rows, gate and up side by side or apart."""
+
+    def cast(matrices: jax.Array) -> jax.Array:
+        cast = matrices.astype(rows.dtype)
+        return cast.reshape(*cast.shape[:2], -1)
+
+    return jax.tree.map(cast, gate_up), cast(down)
 
 
 def _places(group_sizes: jax.Array, count: int, largest: int) -> tuple[jax.Array, ...]:

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from jax_ep import formats
 from jax_ep._core.literals import Dtype, Format, WeightFormat
-from jax_ep._experts import activations, biases, grouped, quantized
+from jax_ep._experts import (
+    activations,
+    biases,
+    devices,
+    grouped,
+    kernels,
+    quantized,
+)
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
 _ROW_FORMAT: Format = "fp8_block128"
@@ -55,14 +62,19 @@ class Inner(NamedTuple):
         up_bias: `[L, F]`, or None.
         consts: arrays that `activation` takes besides gate and up.
         activation: `run` of an `activations.Closed`; None means `silu(gate) * up`.
-            Fused kernels know only that one, and leave others and biases to
-            `Operations`.
+        of_kernels: how kernels compute it; None if they do not.
     """
 
     gate_bias: jax.Array | None
     up_bias: jax.Array | None
     consts: tuple[jax.Array, ...]
     activation: Callable[..., jax.Array] | None
+    of_kernels: kernels.Activation | None
+
+    @property
+    def bias(self) -> jax.Array | None:
+        """Both biases as kernels take them, float32 `[L, 2, F]`; None without any."""
+        return biases.of_kernels(self.gate_bias, self.up_bias)
 
     def __call__(self, gate: jax.Array, up: jax.Array, sizes: jax.Array) -> jax.Array:
         """Returns the activation of gate and up, which already include their biases."""
@@ -127,6 +139,7 @@ class Operations:
         which: Which,
         sizes: jax.Array,
         dtype: Any,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
         """Multiplies each row by the matrix of its group, and rounds once to `dtype`.
 
@@ -138,12 +151,14 @@ class Operations:
             which: the matrix.
             sizes: int32 `[L]`.
             dtype: of the result.
+            bias: `[L, B]`, which is added to the sums, or None.
 
         Returns:
             `[N, B]`.
         """
         matrix = _matrices(weights, which)
-        return _exact().fprop(rows.to("float32"), matrix, sizes, _WIDE).astype(dtype)
+        sums = _exact().fprop(rows.to("float32"), matrix, sizes, _WIDE)
+        return with_bias(sums, bias, sizes).astype(dtype)
 
     def dgrad(
         self,
@@ -202,8 +217,8 @@ class Operations:
         weights: QuantizedWeights,
         sizes: jax.Array,
         inner: Inner,
+        down_bias: jax.Array | None,
         dtype: Any,
-        out_dtype: Any,
     ) -> jax.Array:
         """Applies `gate_up` and multiplies by down, with nothing kept for a derivative.
 
@@ -212,14 +227,14 @@ class Operations:
             weights: as in `fprop`.
             sizes: int32 `[L]`.
             inner: biases and activation.
-            dtype: dtype of the tokens.
-            out_dtype: dtype of the result.
+            down_bias: `[L, H]`, or None.
+            dtype: dtype of the tokens and of the result.
 
         Returns:
             `[N, H]`.
         """
         h, _ = self.gate_up(rows, weights, sizes, inner, False, dtype)
-        return self.fprop(h, weights, "down", sizes, out_dtype)
+        return self.fprop(h, weights, "down", sizes, dtype, down_bias)
 
     def down_dgrad(
         self,
@@ -302,4 +317,8 @@ def _matrices(weights: QuantizedWeights, which: Which) -> jax.Array:
 
 
 def _exact() -> grouped.Products:
+    """Returns products of float32 as such, by kernels where they run."""
+    device = jax.local_devices()[0]
+    if device.platform == "gpu" and devices.portable_obstacle(device) is None:
+        return grouped.portable(True)
     return grouped.everywhere(jax.lax.Precision.HIGHEST)

@@ -105,6 +105,15 @@ MATRICES = Operand(
 )
 
 
+# The same with gate and up apart.
+PAIR = Operand(
+    "gate, up and down",
+    "[L, H, F], [L, H, F] and [L, F, H]",
+    ANY,
+    "transpose what has F and H exchanged, with .swapaxes(1, 2)",
+)
+
+
 def split(name: str) -> str:
     """Returns how to split the last dimension of `name` into gate and up."""
     return (

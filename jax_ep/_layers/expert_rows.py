@@ -14,6 +14,7 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._experts import interface, quantized
 from jax_ep._experts.interface import Experts
+from jax_ep._experts.kernels import GateUp
 from jax_ep._layers import moe_checks
 from jax_ep._ops.dequantize import dequantize, scales_by_row
 
@@ -21,7 +22,7 @@ from jax_ep._ops.dequantize import dequantize, scales_by_row
 class _Weights(NamedTuple):
     """The weights of some experts; `codes` are of the matrices, or in their place."""
 
-    gate_up: jax.Array | None
+    gate_up: GateUp | None
     down: jax.Array | None
     codes: quantized.QuantizedWeights | None
     biases: dict[str, jax.Array]

@@ -168,6 +168,7 @@ def moe_ffn(
         ep, tokens, residual, params, routing, tp_axis, count
     )
     run = expert_rows.implementation(experts, "experts" in params)
+    params = params if run.takes_pair else moe_checks.stacked(params)
     moe_checks.require_blocks(ep, run, params, tp_axis)
     if tp_axis is not None:
         moe_checks.require_split(ep, tokens, params, tp_axis)
@@ -279,7 +280,7 @@ def _spread(
 
     # Codes have no gradients.
     return {
-        name: value if name == "experts" else spread(value)
+        name: value if name == "experts" else jax.tree.map(spread, value)
         for name, value in params.items()
     }
 

@@ -373,7 +373,7 @@ def checked_params(
     tp_axis: str | None,
     experts: int,
 ) -> Mapping[str, Any]:
-    """Returns `params` with checked shapes, and "gate" and "up" joined to "gate_up".
+    """Returns `params` with checked shapes, and "gate" and "up" as the pair "gate_up".
 
     The router chooses among `experts` experts: fewer than places if some have copies.
     """
@@ -435,6 +435,8 @@ def checked_params(
     )
     given = {name: value for name, value in params.items() if name != "experts"}
     given |= {"tokens": tokens, "residual": residual}
+    if isinstance(params.get("gate_up"), tuple):
+        given["gate_up"] = jax.eval_shape(_stack, *params["gate_up"])
     if "experts" in names:
         for name, shape in zip(
             ("gate_up", "down"), params["experts"].shapes, strict=True
@@ -487,7 +489,7 @@ def _table(
         Operand(
             "gate_up and down",
             "[L, H, 2, F] and [L, F, H]",
-            of_any,
+            (_SHAPES, of_any),
             partial(_remedy_of_weights, tp),
         ),
         Operand(
@@ -512,12 +514,17 @@ def _table(
     return tuple(rows)
 
 
-# Codes are not arrays but have the shapes of the matrices they stand for.
-_SHAPES = operands.ANY._replace(convert=lambda function, name, value: value)
+def _shaped(function: str, name: str, value: Any) -> Any:
+    known = isinstance(value, jax.ShapeDtypeStruct)
+    return value if known else as_array(function, name, value)
+
+
+# Codes, and gate and up as a pair, have the shapes of the matrices they stand for.
+_SHAPES = operands.ANY._replace(convert=_shaped)
 
 
 def _joined(params: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
-    """Returns `params` with "gate" and "up", if present, stacked to "gate_up"."""
+    """Returns `params` with "gate" and "up", if present, as the pair "gate_up"."""
     given = [name for name in ("gate", "up") if name in params]
     if not given:
         return params
@@ -544,4 +551,16 @@ def _joined(params: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
         else "give both the same F",
     )
     rest = {name: value for name, value in params.items() if name not in given}
-    return rest | {"gate_up": jnp.stack([gate, up], axis=2)}
+    return rest | {"gate_up": (gate, up)}
+
+
+def _stack(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jnp.stack([gate, up], axis=2)
+
+
+def stacked(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns `params` with "gate_up" as one array, for experts that take no pair."""
+    pair = params.get("gate_up")
+    if not isinstance(pair, tuple):
+        return params
+    return {**params, "gate_up": _stack(*pair)}

@@ -22,31 +22,75 @@ void CheckStep(const MatmulStep& step, MatmulKind kind, ElementType element) {
 }
 
 template <typename Call>
-void TestMatmul(MatmulKind kind, const char* rows, std::vector<int64_t> matrices) {
-  CustomCall made;
-  made.Add(rows, ffi::BF16, {N, A});
-  made.Add("matrices", ffi::BF16, std::move(matrices));
-  made.Add("group_sizes", ffi::S32, {G});
-  made.Add("-> out", ffi::BF16, {N, B});
-  CheckStep(Passes<Call>(made).step, kind, ElementType::kBFloat16);
+void CheckOnlyIn16Bits(CustomCall made) {
   for (Operand& operand : made.operands) {
     if (operand.dtype == ffi::BF16) operand.dtype = ffi::F32;
   }
   CHECK(Refusal<Call>(made).find("16 bits") != std::string::npos);
 }
 
+void TestFprop() {
+  for (const bool bias : {false, true}) {
+    CustomCall made;
+    made.Add("rows", ffi::BF16, {N, A});
+    made.Add("matrices", ffi::BF16, {G, A, B});
+    made.Add("group_sizes", ffi::S32, {G});
+    made.Add("bias", ffi::F32, {bias ? G : 0, B});
+    made.Add("-> out", ffi::BF16, {N, B});
+    const MatmulStep step = Passes<FpropCall>(made).step;
+    CheckStep(step, MatmulKind::kFprop, ElementType::kBFloat16);
+    CHECK((step.bias != nullptr) == bias);
+    CheckOnlyIn16Bits<FpropCall>(made);
+  }
+}
+
+void TestDgrad() {
+  for (const bool pair : {false, true}) {
+    CustomCall made;
+    made.Add("cotangents", ffi::BF16, {N, pair ? 2 : 1, A});
+    made.Add("matrices", ffi::BF16, {G, B, A});
+    made.Add("up", ffi::BF16, {pair ? G : 0, B, A});
+    made.Add("group_sizes", ffi::S32, {G});
+    made.Add("-> out", ffi::BF16, {N, B});
+    const MatmulStep step = Passes<DgradCall>(made).step;
+    CheckStep(step, MatmulKind::kDgrad, ElementType::kBFloat16);
+    CHECK((step.b_up != nullptr) == pair);
+    CheckOnlyIn16Bits<DgradCall>(made);
+  }
+}
+
+using Attributes = std::vector<std::pair<std::string, Attribute>>;
+
+// The attributes of calls with an activation, after others.
+Attributes Activated(const std::string& word, Attributes attributes = {}) {
+  for (const auto& each : Attributes{{"activation", word}, {"alpha", 1.5f}, {"limit", 7.0f}}) {
+    attributes.push_back(each);
+  }
+  return attributes;
+}
+
+void CheckActivation(const ActivationOptions& options, Activation activation) {
+  CHECK(options.activation == activation && options.alpha == 1.5f && options.limit == 7.0f);
+}
+
 void TestGateUp() {
   for (const bool keep : {false, true}) {
     CustomCall made;
     made.Add("rows", ffi::F16, {N, A});
-    made.Add("matrices", ffi::F16, {G, A, 2, B});
+    made.Add("matrices", ffi::F16, {G, A, keep ? 1 : 2, B});
+    made.Add("up", ffi::F16, {keep ? G : 0, A, B});
     made.Add("group_sizes", ffi::S32, {G});
+    made.Add("bias", ffi::F32, {keep ? G : 0, 2, B});
     made.Add("-> h", ffi::F16, {N, B});
     made.Add("-> gate_up_rows", ffi::F16, {keep ? N : 0, 2, B});
-    made.attributes = {{"keep", keep}};
+    made.attributes = Activated("geglu", {{"keep", keep}});
     const MatmulStep step = Passes<GateUpCall>(made).step;
     CheckStep(step, MatmulKind::kGateUp, ElementType::kFloat16);
+    CheckActivation(step, Activation::kGeGlu);
     CHECK(step.d != nullptr && (step.gate_up_rows != nullptr) == keep);
+    CHECK((step.b_up != nullptr) == keep && (step.bias != nullptr) == keep);
+    made.attributes[1].second = std::string("tanh");
+    CHECK(Refusal<GateUpCall>(made).find("unknown activation tanh") != std::string::npos);
   }
 }
 
@@ -57,11 +101,13 @@ void TestDownDgrad() {
   made.Add("gate_up_rows", ffi::BF16, {N, 2, B});
   made.Add("group_sizes", ffi::S32, {G});
   made.Add("-> to_gate_up_rows", ffi::BF16, {N, 2, B});
+  made.attributes = Activated("swiglu_clamped");
   CHECK(Refusal<DownDgradCall>(made).find("gate_up_rows must be given as its own result") !=
         std::string::npos);
   made.aliases = {{2, 4}};
   const MatmulStep step = Passes<DownDgradCall>(made).step;
   CheckStep(step, MatmulKind::kDownDgrad, ElementType::kBFloat16);
+  CheckActivation(step, Activation::kSwiGluClamped);
   CHECK(step.gate_up_rows == step.to_gate_up_rows);
 }
 
@@ -69,17 +115,26 @@ void TestWgrad() {
   for (const bool is_float : {false, true}) {
     CustomCall made;
     made.Add("rows", ffi::BF16, {N, A});
-    made.Add("cotangents", ffi::BF16, {N, B});
+    made.Add("cotangents", ffi::BF16, {N, is_float ? 2 : 1, B});
     made.Add("group_sizes", ffi::S32, {G});
     made.Add("-> out", is_float ? ffi::F32 : ffi::BF16, {G, A, B});
-    made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "bfloat16")}};
+    const auto set = [&](const char* dtype, int64_t side) {
+      made.attributes = {{"out_dtype", std::string(dtype)}, {"side", side}};
+    };
+    const int64_t side = is_float ? 1 : -1;
+    set(is_float ? "float32" : "bfloat16", side);
     const MatmulStep step = Passes<WgradCall>(made).step;
     CheckStep(step, MatmulKind::kWgrad, ElementType::kBFloat16);
     CHECK(step.out_element == (is_float ? ElementType::kFloat32 : ElementType::kBFloat16));
+    CHECK(step.b_sides == (is_float ? 2 : 1));
+    for (const int64_t other : {int64_t{-2}, is_float ? int64_t{-1} : int64_t{0}, int64_t{2}}) {
+      set(is_float ? "float32" : "bfloat16", other);
+      CHECK(!Refusal<WgradCall>(made).empty());
+    }
     made.operands.back().dtype = ffi::F16;
-    made.attributes = {{"out_dtype", std::string("float16")}};
+    set("float16", side);
     CHECK(!Refusal<WgradCall>(made).empty());
-    made.attributes = {{"out_dtype", std::string("float64")}};
+    set("float64", side);
     CHECK(Refusal<WgradCall>(made).find("unknown out_dtype") != std::string::npos);
   }
 }
@@ -99,12 +154,14 @@ void TestFp8Matmul(const std::string& rows, bool fprop) {
     made.Add("matrices", kCode, {G, B, A});
     made.Add("matrix_scales", ffi::F32, {G, fprop ? X : Y, fprop ? Y : X});
     made.Add("group_sizes", ffi::S32, {G});
+    if (fprop) made.Add("bias", ffi::F32, {is_float ? G : 0, B});
     made.Add("-> out", is_float ? ffi::F32 : ffi::F16, {N, B});
     made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "float16")}};
     const MatmulStep step = Passes<Call>(made).step;
     CheckStep(step, MatmulKind::kFp8Matmul,
               is_float ? ElementType::kBFloat16 : ElementType::kFloat16);
     CHECK(step.a_scales != nullptr && step.b_scales != nullptr);
+    CHECK((step.bias != nullptr) == (fprop && is_float));
     for (int64_t k = 0; k < X; ++k) {
       for (int64_t n = 0; n < Y; ++n) {
         CHECK(ScaleAt(step, 2, k, 0, n) == 2 * X * Y + (fprop ? k * Y + n : n * X + k));
@@ -121,12 +178,16 @@ void TestFp8GateUp() {
     made.Add("matrices", kCode, {G, 2, B, A});
     made.Add("matrix_scales", ffi::F32, {G, X, 2, Y});
     made.Add("group_sizes", ffi::S32, {G});
+    made.Add("bias", ffi::F32, {keep ? G : 0, 2, B});
     made.Add("-> h", kCode, {N, B});
     made.Add("-> h_scales", ffi::F32, {N, Y});
     made.Add("-> gate_up_rows", ffi::BF16, {keep ? N : 0, 2, B});
-    made.attributes = {{"keep", keep}, {"out_dtype", std::string("bfloat16")}};
+    made.attributes =
+        Activated("relu_squared", {{"keep", keep}, {"out_dtype", std::string("bfloat16")}});
     const MatmulStep step = Passes<Fp8GateUpCall>(made).step;
     CheckStep(step, MatmulKind::kFp8GateUp, ElementType::kBFloat16);
+    CheckActivation(step, Activation::kReluSquared);
+    CHECK((step.bias != nullptr) == keep);
     CHECK(step.d_scales != nullptr && (step.gate_up_rows != nullptr) == keep);
     for (int64_t k = 0; k < X; ++k) {
       for (int64_t s = 0; s < 2; ++s) {
@@ -152,10 +213,11 @@ void TestFp8DownDgrad() {
   made.Add("-> codes", kCode, {N, 2, B});
   made.Add("-> scales", ffi::F32, {N, 2, Y});
   made.Add("-> to_gate_up_rows", ffi::BF16, {N, 2, B});
-  made.attributes = {{"out_dtype", std::string("bfloat16")}};
+  made.attributes = Activated("swiglu", {{"out_dtype", std::string("bfloat16")}});
   made.aliases = {{4, 8}};
   const MatmulStep step = Passes<Fp8DownDgradCall>(made).step;
   CheckStep(step, MatmulKind::kFp8DownDgrad, ElementType::kBFloat16);
+  CheckActivation(step, Activation::kSwiGlu);
   CHECK(step.gate_up_rows == step.to_gate_up_rows && step.d_scales != nullptr);
   CHECK(ScaleAt(step, 1, 2, 0, 1) == X * Y + X + 2);
 }
@@ -169,6 +231,8 @@ void CheckExperts(const ExpertsStep& step, bool fp8, ElementType element) {
   CHECK(down.k == B && down.n == A && down.sizes == up.sizes);
   CHECK(up.d != nullptr && down.a == up.d && down.a_scales == up.d_scales);
   CHECK(up.a == step.a && up.b == step.gate_up && down.b == step.down);
+  CHECK(up.b_up == step.up && up.bias == step.gate_up_bias && down.bias == step.down_bias);
+  CheckActivation(up, Activation::kGeGlu);
   CHECK(up.gate_up_rows == nullptr && down.d == step.d && down.out_element == step.out_element);
   if (!fp8) return;
   CHECK(up.a_scales == step.a_scales && up.d_scales != nullptr);
@@ -184,18 +248,24 @@ void CheckExperts(const ExpertsStep& step, bool fp8, ElementType element) {
 }
 
 void TestExperts() {
-  CustomCall made;
-  made.Add("rows", ffi::F16, {N, A});
-  made.Add("gate_up", ffi::F16, {G, A, 2, B});
-  made.Add("down", ffi::F16, {G, B, A});
-  made.Add("group_sizes", ffi::S32, {G});
-  made.Add("-> h", ffi::F16, {N, B});
-  made.Add("-> out", ffi::F16, {N, A});
-  CheckExperts(Passes<ExpertsCall>(made).step, false, ElementType::kFloat16);
-  for (Operand& operand : made.operands) {
-    if (operand.dtype == ffi::F16) operand.dtype = ffi::F32;
+  for (const bool pair : {false, true}) {
+    CustomCall made;
+    made.Add("rows", ffi::BF16, {N, A});
+    made.Add("gate_up", ffi::BF16, {G, A, pair ? 1 : 2, B});
+    made.Add("up", ffi::BF16, {pair ? G : 0, A, B});
+    made.Add("down", ffi::BF16, {G, B, A});
+    made.Add("group_sizes", ffi::S32, {G});
+    made.Add("gate_up_bias", ffi::F32, {pair ? G : 0, 2, B});
+    made.Add("down_bias", ffi::F32, {pair ? 0 : G, A});
+    made.Add("-> h", ffi::BF16, {N, B});
+    made.Add("-> out", ffi::BF16, {N, A});
+    made.attributes = Activated("geglu");
+    const ExpertsStep step = Passes<ExpertsCall>(made).step;
+    CheckExperts(step, false, ElementType::kBFloat16);
+    CHECK((step.up != nullptr) == pair && (step.gate_up_bias != nullptr) == pair);
+    CHECK((step.down_bias != nullptr) != pair);
+    CheckOnlyIn16Bits<ExpertsCall>(made);
   }
-  CHECK(Refusal<ExpertsCall>(made).find("16 bits") != std::string::npos);
 }
 
 void TestFp8Experts() {
@@ -208,10 +278,13 @@ void TestFp8Experts() {
     made.Add("down", kCode, {G, A, B});
     made.Add("down_scales", ffi::F32, {G, Y, X});
     made.Add("group_sizes", ffi::S32, {G});
+    made.Add("gate_up_bias", ffi::F32, {is_float ? G : 0, 2, B});
+    made.Add("down_bias", ffi::F32, {is_float ? 0 : G, A});
     made.Add("-> h", kCode, {N, B});
     made.Add("-> h_scales", ffi::F32, {N, Y});
     made.Add("-> out", is_float ? ffi::F32 : ffi::F16, {N, A});
-    made.attributes = {{"out_dtype", std::string(is_float ? "float32" : "float16")}};
+    made.attributes =
+        Activated("geglu", {{"out_dtype", std::string(is_float ? "float32" : "float16")}});
     const ExpertsStep step = Passes<Fp8ExpertsCall>(made).step;
     CheckExperts(step, true, is_float ? ElementType::kBFloat16 : ElementType::kFloat16);
     CHECK(step.out_element == (is_float ? ElementType::kFloat32 : ElementType::kFloat16));
@@ -250,6 +323,7 @@ void TestAlignment() {
   made.Add("rows", ffi::BF16, {N, 12});
   made.Add("matrices", ffi::BF16, {G, 12, 16});
   made.Add("group_sizes", ffi::S32, {G});
+  made.Add("bias", ffi::F32, {0, 16});
   made.Add("-> out", ffi::BF16, {N, 16});
   CHECK(Refusal<FpropCall>(made) == "ep_fprop: A must be a multiple of 8, got 12");
   for (const int64_t rows : {int64_t{0}, int64_t{1}}) {
@@ -257,6 +331,7 @@ void TestAlignment() {
     fits.Add("rows", ffi::BF16, {rows, 8});
     fits.Add("matrices", ffi::BF16, {G, 8, 16});
     fits.Add("group_sizes", ffi::S32, {G});
+    fits.Add("bias", ffi::F32, {0, 16});
     fits.Add("-> out", ffi::BF16, {rows, 16});
     CHECK(Refusal<FpropCall>(fits).empty());
   }
@@ -267,9 +342,8 @@ void TestAlignment() {
 
 int main() {
   using namespace jax_ep::ffi_layer;
-  using jax_ep::MatmulKind;
-  TestMatmul<FpropCall>(MatmulKind::kFprop, "rows", {G, A, B});
-  TestMatmul<DgradCall>(MatmulKind::kDgrad, "cotangents", {G, B, A});
+  TestFprop();
+  TestDgrad();
   TestGateUp();
   TestDownDgrad();
   TestWgrad();

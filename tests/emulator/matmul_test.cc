@@ -6,9 +6,11 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../cc/check.h"
+#include "activations.h"
 #include "asked.h"
 #include "cuda/matmul/step.h"
 #include "cuda/portable/portable.h"
@@ -22,6 +24,7 @@ namespace {
 using cuda::ExpertsStep;
 using cuda::MatmulKind;
 using cuda::MatmulStep;
+using jax_ep::Activation;
 using Format = Fp8Block128Format;
 
 constexpr const char* kNames[] = {"fprop",
@@ -41,7 +44,6 @@ constexpr const char* kNames[] = {"fprop",
 constexpr int64_t kExperts = 8;              // both matmuls; those before it are kinds
 constexpr int64_t kPortable = kExperts + 1;  // the first of the portable ones
 constexpr int64_t kBlock = Format::kBlock;
-constexpr double kUlp = 0x1p-24;  // float32's relative rounding error
 
 // ---- What is multiplied -------------------------------------------------------------------------
 
@@ -56,6 +58,11 @@ struct Draws {
   bool scales_transposed;  // of B
   bool nans;               // also in groups
   float magnitude;         // of A
+  // Gate and up as matrices of their own; of kWgrad, rows of B with two sides.
+  bool pair;
+  int64_t side;  // of kWgrad
+  bool bias;
+  ActivationOptions activation;
 
   bool fp8() const { return IsFp8(kind); }
   bool wgrad() const { return kind == MatmulKind::kWgrad; }
@@ -66,6 +73,14 @@ struct Draws {
   bool b_mn_major() const { return kind == MatmulKind::kFprop || kind == MatmulKind::kGateUp; }
   int64_t groups() const { return static_cast<int64_t>(sizes.size()); }
   int64_t sides() const { return gate_up() ? 2 : 1; }
+  int64_t k_sides() const { return kind == MatmulKind::kDgrad && pair ? 2 : 1; }
+  int64_t b_sides() const { return wgrad() && pair ? 2 : 1; }
+  // Of a group's matrix or matrices in B.
+  int64_t matrices() const { return sides() * k_sides(); }
+  bool has_activation() const { return gate_up() || down_dgrad(); }
+  bool may_have_bias() const {
+    return gate_up() || kind == MatmulKind::kFprop || kind == MatmulKind::kFp8Matmul;
+  }
   // Of an element of operands, and of results that have its type.
   int64_t bytes() const { return fp8() ? 1 : ElementBytes(element); }
   // How far off a product may be for the rounding of float32 factors.
@@ -86,6 +101,9 @@ std::string Text(const Draws& draws) {
   add("exact", draws.exact), add("keep", draws.keep), add("in_place", draws.in_place);
   add("transposed", draws.scales_transposed), add("nans", draws.nans);
   add("magnitude", std::log2(draws.magnitude));
+  add("pair", draws.pair), add("side", draws.side), add("bias", draws.bias);
+  text += " " + std::string(kWordsOf<Activation>[static_cast<size_t>(draws.activation.activation)]);
+  add("alpha", draws.activation.alpha), add("limit", draws.activation.limit);
   text += " sizes";
   for (const int32_t size : draws.sizes) text += " " + std::to_string(size);
   return text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
@@ -152,6 +170,16 @@ Draws Draw(Random& random, MatmulKind kind, bool portable = false) {
   draws.nans = random.OneIn(3);
   draws.magnitude = random.OneIn(3) ? 0x1p-10f : 1.0f;
   if (kind == MatmulKind::kFp8DownDgrad && random.OneIn(2)) draws.magnitude = 0x1p-40f;
+  const bool may_be_pair = kind == MatmulKind::kGateUp || kind == MatmulKind::kDgrad;
+  draws.pair = (may_be_pair || draws.wgrad()) && random.OneIn(2);
+  draws.side = draws.pair && draws.wgrad() ? random.In(0, 1) : 0;
+  draws.bias = draws.may_have_bias() && random.OneIn(2);
+  if (draws.has_activation()) {
+    draws.activation.activation = static_cast<Activation>(
+        random.OneIn(3) ? 0 : random.In(0, kWordsOf<Activation>.size() - 1));
+    draws.activation.alpha = random.OneIn(2) ? 1.702f : 1.0f;
+    draws.activation.limit = random.OneIn(2) ? 0.5f : 3.0f;
+  }
   return draws;
 }
 
@@ -219,7 +247,7 @@ struct Case {
   std::vector<int64_t> starts;  // of groups, then the end of the last one
   Array<int32_t> sizes;
   Array<uint8_t> a, b, gate_up_rows, to_gate_up_rows, d;
-  Array<float> a_scales, b_scales, d_scales;
+  Array<float> a_scales, b_scales, d_scales, bias;
   Values a_values, b_values, gate_up_values;
   MatmulStep step{};
 
@@ -231,13 +259,13 @@ struct Case {
       sizes[i] = of.sizes[static_cast<size_t>(i)];
       starts.push_back(std::min(m, starts.back() + std::max(sizes[i], 0)));
     }
-    const int64_t b_count = of.wgrad() ? m * n : of.groups() * of.sides() * n * k;
-    const int64_t bytes = of.bytes();
-    a = Array<uint8_t>(m * k * bytes), b = Array<uint8_t>(b_count * bytes);
+    const int64_t b_count = of.wgrad() ? m * of.b_sides() * n : of.groups() * of.matrices() * n * k;
+    const int64_t bytes = of.bytes(), a_count = m * of.k_sides() * k;
+    a = Array<uint8_t>(a_count * bytes), b = Array<uint8_t>(b_count * bytes);
     if (of.fp8()) {
       FillFp8(random, b_count);
     } else {
-      a_values = FillElements(random, a, of.element, m * k, of.magnitude);
+      a_values = FillElements(random, a, of.element, a_count, of.magnitude);
       b_values = FillElements(random, b, of.element, b_count, 1.0f);
     }
     DrawNans(random);
@@ -247,6 +275,15 @@ struct Case {
     if (of.wgrad() || of.kind == MatmulKind::kFp8Matmul || of.portable) step.out_element = of.out;
     step.m = m, step.groups = of.groups(), step.k = k, step.n = n;
     step.sizes = sizes.data(), step.a = a.data(), step.b = b.data();
+    static_cast<ActivationOptions&>(step) = of.activation;
+    if (of.pair && !of.wgrad()) step.b_up = b.data() + of.groups() * n * k * bytes;
+    step.b_sides = of.b_sides();
+    if (of.wgrad()) step.b = b.data() + of.side * n * bytes;
+    if (of.bias) {
+      bias = Array<float>(of.groups() * of.sides() * n);
+      for (int64_t i = 0; i < bias.count(); ++i) bias[i] = Uniform(random);
+      step.bias = bias.data();
+    }
     if (of.down_dgrad() || (of.gate_up() && of.keep)) {
       gate_up_rows = Array<uint8_t>(m * 2 * n * (of.fp8() ? 2 : bytes));
       step.gate_up_rows = gate_up_rows.data();
@@ -273,7 +310,9 @@ struct Case {
 
   // The index of element k of column c, side s, of a group's matrix in B.
   int64_t BAt(int64_t group, int64_t k, int64_t s, int64_t c) const {
-    const int64_t n = draws.n, all = draws.k, sides = draws.sides();
+    const int64_t n = draws.n, all = draws.k, sides = draws.pair ? 1 : draws.sides();
+    // The matrices of up lie behind all those of gate.
+    if (draws.pair) group += std::exchange(s, 0) * draws.groups();
     return draws.b_mn_major() ? ((group * all + k) * sides + s) * n + c
                               : ((group * sides + s) * n + c) * all + k;
   }
@@ -318,13 +357,14 @@ struct Case {
   void DrawNans(Random& random) {
     const int64_t k = draws.k, n = draws.n;
     const auto row = [&](int64_t of) {
-      for (int64_t i = 0; i < k; ++i) SetNan(true, of * k + i);
-      for (int64_t i = 0; draws.wgrad() && i < n; ++i) SetNan(false, of * n + i);
+      const int64_t of_a = draws.k_sides() * k, of_b = draws.b_sides() * n;
+      for (int64_t i = 0; i < of_a; ++i) SetNan(true, of * of_a + i);
+      for (int64_t i = 0; draws.wgrad() && i < of_b; ++i) SetNan(false, of * of_b + i);
     };
     for (int64_t i = starts.back(); i < draws.m; ++i) row(i);
     for (int64_t i = 0; draws.nans && i < 3 && draws.m > 0; ++i) {
       const int64_t at = random.In(0, draws.m - 1);
-      random.OneIn(2) ? row(at) : SetNan(true, at * k + random.In(0, k - 1));
+      random.OneIn(2) ? row(at) : SetNan(true, at * draws.k_sides() * k + random.In(0, k - 1));
       if (random.OneIn(2) && !b_values.empty()) {
         SetNan(false, random.In(0, static_cast<int64_t>(b_values.size()) - 1));
       }
@@ -361,46 +401,21 @@ struct Case {
 
 // ---- What must come out -------------------------------------------------------------------------
 
-// A number, and the error that a float32 result of a kernel may have.
-struct About {
-  double value = 0, error = 0;
-
-  bool nan() const { return std::isnan(value); }
-};
-
-// The error of float32 operations after sums: a few units in the last place.
-constexpr double kFewUlps = 8 * kUlp, kTiny = 0x1p-120;
-
 About Sum(double value, double absolute, int64_t count) {
   return {value, static_cast<double>(count + 8) * kUlp * absolute + kTiny};
 }
 
-double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-// The relative error of the kernels' sigmoid: the rounding error of the exponent grows with |x|.
-double SigmoidError(double x) { return (std::fabs(x) + 8) * 4 * kUlp; }
-
-About SwiGlu(About gate, About up) {
-  const double silu = gate.value * Sigmoid(gate.value), value = silu * up.value;
-  constexpr double kSteepest = 1.1;  // of silu
-  const double error = kSteepest * gate.error * (std::fabs(up.value) + up.error) +
-                       std::fabs(silu) * up.error +
-                       std::fabs(value) * (SigmoidError(gate.value) + kFewUlps) + kTiny;
-  return {value, error};
+About BackToUp(const ActivationOptions& options, const About& cotangent, double gate, double up) {
+  const double by = UpDerivative(options, up);
+  About back = Product(cotangent, GateOf(options, {gate, 0}).value);
+  back.value *= by, back.error *= by;
+  // In 16 bits a bounded one is rounded twice.
+  if (by == 0.5) back.error += std::fabs(back.value) * 0x1p-8;
+  return back;
 }
 
-About BackToUp(About cotangent, double gate) {
-  const double silu = gate * Sigmoid(gate), value = cotangent.value * silu;
-  return {value, std::fabs(silu) * cotangent.error +
-                     std::fabs(value) * (SigmoidError(gate) + kFewUlps) + kTiny};
-}
-
-About BackToGate(About cotangent, double gate, double up) {
-  const double sigmoid = Sigmoid(gate), by = cotangent.value * up;
-  const double slope = sigmoid + gate * sigmoid * (1 - sigmoid), value = by * slope;
-  const double slope_error = (1 + std::fabs(gate)) * SigmoidError(gate);
-  return {value, std::fabs(up * slope) * cotangent.error + std::fabs(by) * slope_error +
-                     std::fabs(up) * cotangent.error * slope_error + std::fabs(value) * kFewUlps +
-                     kTiny};
+About BackToGate(const ActivationOptions& options, const About& cotangent, double gate, double up) {
+  return Product(Product(cotangent, GateOf(options, {gate, 0}).derivative), UpOf(options, {up, 0}));
 }
 
 // How far off `value` may be after rounding to `element`.
@@ -465,17 +480,24 @@ void CheckCodes(const Case& c, int64_t block, const About* want, float least, in
 std::vector<About> RowSums(const Case& c, int64_t group, int64_t row) {
   const int64_t k = c.draws.k, n = c.draws.n, sides = c.draws.sides();
   std::vector<About> sums;
-  const int64_t step = c.BAt(0, 1, 0, 0);
+  const int64_t step = c.BAt(0, 1, 0, 0), k_sides = c.draws.k_sides();
   for (int64_t at = 0; at < sides * n; ++at) {
-    const double* b = c.b_values.data() + c.BAt(group, 0, at / n, at % n);
-    const double* a = c.a_values.data() + row * k;
     double sum = 0, absolute = 0;
-    for (int64_t i = 0; i < k; ++i) {
-      const double product = a[i] * b[i * step];
-      sum += product, absolute += std::fabs(product);
+    for (int64_t side = 0; side < k_sides; ++side) {
+      const double* b = c.b_values.data() + c.BAt(group, 0, at / n + side, at % n);
+      const double* a = c.a_values.data() + (row * k_sides + side) * k;
+      for (int64_t i = 0; i < k; ++i) {
+        const double product = a[i] * b[i * step];
+        sum += product, absolute += std::fabs(product);
+      }
     }
-    sums.push_back(Sum(sum, absolute, k));
-    sums.back().error += c.draws.product_error() * absolute;
+    double bias_error = 0;
+    if (c.draws.bias) {
+      const double bias = double{c.bias[group * sides * n + at]};
+      sum += bias, bias_error = std::fabs(bias) * kUlp;
+    }
+    sums.push_back(Sum(sum, absolute, k * k_sides));
+    sums.back().error += c.draws.product_error() * absolute + bias_error;
   }
   return sums;
 }
@@ -487,7 +509,8 @@ void CheckRow(const Case& c, int64_t group, int64_t row) {
   if (draws.gate_up()) {
     std::vector<About> h;
     for (int64_t i = 0; i < n; ++i) {
-      h.push_back(SwiGlu(sums[static_cast<size_t>(i)], sums[static_cast<size_t>(n + i)]));
+      h.push_back(Activated(draws.activation, sums[static_cast<size_t>(i)],
+                            sums[static_cast<size_t>(n + i)]));
     }
     for (int64_t i = 0; draws.keep && i < 2 * n; ++i) {
       CheckElement(c.gate_up_rows, draws.element, row * 2 * n + i, sums[static_cast<size_t>(i)],
@@ -506,8 +529,9 @@ void CheckRow(const Case& c, int64_t group, int64_t row) {
     for (int64_t i = 0; i < n; ++i) {
       const double gate = c.gate_up_values[static_cast<size_t>(row * 2 * n + i)];
       const double up = c.gate_up_values[static_cast<size_t>((row * 2 + 1) * n + i)];
-      back[static_cast<size_t>(i)] = BackToGate(sums[static_cast<size_t>(i)], gate, up);
-      back[static_cast<size_t>(n + i)] = BackToUp(sums[static_cast<size_t>(i)], gate);
+      const About& sum = sums[static_cast<size_t>(i)];
+      back[static_cast<size_t>(i)] = BackToGate(draws.activation, sum, gate, up);
+      back[static_cast<size_t>(n + i)] = BackToUp(draws.activation, sum, gate, up);
     }
     const Array<uint8_t>& to = draws.in_place ? c.gate_up_rows : c.to_gate_up_rows;
     for (int64_t i = 0; i < 2 * n; ++i) {
@@ -535,7 +559,8 @@ void CheckWgrad(const Case& c, int64_t group) {
     for (int64_t row = begin; row < end; ++row) {
       const double a = c.a_values[static_cast<size_t>(row * k + i)];
       for (int64_t j = 0; j < n; ++j) {
-        const double product = a * c.b_values[static_cast<size_t>(row * n + j)];
+        const int64_t line = row * c.draws.b_sides() + c.draws.side;
+        const double product = a * c.b_values[static_cast<size_t>(line * n + j)];
         sums[static_cast<size_t>(j)] += product;
         absolute[static_cast<size_t>(j)] += std::fabs(product);
       }
@@ -597,6 +622,7 @@ void RunExperts(Random& random) {
   up.keep = false, up.scales_transposed = true;
   Draws down = up;
   down.kind = fp8 ? MatmulKind::kFp8Matmul : MatmulKind::kFprop;
+  down.pair = false, down.bias = random.OneIn(2);
   std::swap(down.k, down.n);
   if (fp8 && random.OneIn(2)) down.out = ElementType::kFloat32;
   CurrentCase() = "experts: " + Text(up);
@@ -612,23 +638,16 @@ void RunExperts(Random& random) {
   const int64_t out_bytes = hidden * ElementBytes(down.out), h_bytes = inner * (fp8 ? 1 : 2);
   const Array<uint8_t> h(m * h_bytes), out(m * out_bytes);
   const Array<float> h_scales(fp8 ? m * inner / kBlock : 0);
-  const ExpertsStep step{.fp8 = fp8,
-                         .element = up.element,
-                         .out_element = down.out,
-                         .m = m,
-                         .groups = up.groups(),
-                         .hidden = hidden,
-                         .inner = inner,
-                         .sizes = first.step.sizes,
-                         .a = first.step.a,
-                         .a_scales = first.step.a_scales,
-                         .gate_up = first.step.b,
-                         .gate_up_scales = first.step.b_scales,
-                         .down = second.step.b,
-                         .down_scales = second.step.b_scales,
-                         .h = h.data(),
-                         .h_scales = h_scales.data(),
-                         .d = out.data()};
+  ExpertsStep step{};
+  static_cast<ActivationOptions&>(step) = up.activation;
+  step.fp8 = fp8, step.element = up.element, step.out_element = down.out;
+  step.m = m, step.groups = up.groups(), step.hidden = hidden, step.inner = inner;
+  step.sizes = first.step.sizes, step.a = first.step.a, step.a_scales = first.step.a_scales;
+  step.gate_up = first.step.b, step.up = first.step.b_up;
+  step.gate_up_scales = first.step.b_scales, step.gate_up_bias = first.step.bias;
+  step.down = second.step.b, step.down_scales = second.step.b_scales;
+  step.down_bias = second.step.bias;
+  step.h = h.data(), step.h_scales = h_scales.data(), step.d = out.data();
   CHECK(cuda::ApplyExperts(step, stream) == cudaSuccess);
   CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
   const int64_t grouped_rows = first.starts.back();

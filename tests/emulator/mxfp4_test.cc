@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../cc/check.h"
+#include "activations.h"
 #include "asked.h"
 #include "cuda/matmul/mxfp4.h"
 #include "cuda_runtime.h"
@@ -17,7 +18,6 @@
 namespace jax_ep {
 namespace {
 
-constexpr double kUlp = 0x1p-24;
 constexpr float kMagnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
 template <typename T>
@@ -31,6 +31,8 @@ struct Draws {
   bool gate_up, fp8, as_float;
   int64_t rows, k, columns;
   std::vector<int32_t> sizes;
+  bool bias;
+  ActivationOptions activation;
   bool extremes;  // scales beyond a single bfloat16 factor, NaN among rows and scales
 
   int64_t sides() const { return gate_up ? 2 : 1; }
@@ -56,6 +58,11 @@ Draws Draw(Random& random) {
   }
   draws.rows = rows + (random.OneIn(2) ? 0 : random.In(0, 20));
   if (random.OneIn(6)) draws.rows = random.In(0, rows);
+  draws.bias = random.OneIn(2);
+  if (draws.gate_up) {
+    const int64_t last = kWordsOf<Activation>.size() - 1;
+    draws.activation = {static_cast<Activation>(random.In(0, last)), 1.702f, 3.0f};
+  }
   return draws;
 }
 
@@ -64,6 +71,8 @@ std::string Text(const Draws& draws) {
   text += draws.fp8 ? " fp8" : " bf16";
   text += draws.as_float ? " float32" : "";
   text += draws.extremes ? " extremes" : "";
+  text += draws.bias ? " bias " : " ";
+  text += kWordsOf<Activation>[static_cast<size_t>(draws.activation.activation)];
   for (const int64_t size : {draws.rows, draws.k, draws.columns})
     text += ' ' + std::to_string(size);
   text += " sizes";
@@ -118,19 +127,18 @@ Weights MadeWeights(Random& random, const Draws& draws) {
   return weights;
 }
 
-// The result that one row and column must give, and the allowed error.
-struct About {
-  double value, error;
-};
-
-About Sum(const Draws& draws, const std::vector<double>& row, const Weights& weights, int64_t group,
-          int64_t side, int64_t column) {
+About Sum(const Draws& draws, const std::vector<double>& row, const Weights& weights,
+          const float* bias, int64_t group, int64_t side, int64_t column) {
   double sum = 0, absolute = 0;
   for (int64_t k = 0; k < draws.k; ++k) {
     const double weight = weights.values[static_cast<size_t>(
         ((group * draws.k + k) * draws.sides() + side) * draws.columns + column)];
     sum += row[static_cast<size_t>(k)] * weight;
     absolute += std::fabs(row[static_cast<size_t>(k)] * weight);
+  }
+  if (bias != nullptr) {
+    const double added = double{bias[(group * draws.sides() + side) * draws.columns + column]};
+    sum += added, absolute += std::fabs(added);
   }
   return {sum, absolute * static_cast<double>(draws.k + 64) * kUlp + 0x1p-110};
 }
@@ -139,7 +147,17 @@ void Run(const Draws& draws, Random& random) {
   CurrentCase() = Text(draws);
   const int64_t m = draws.rows, k = draws.k, n = draws.columns;
   Mxfp4Step step{};
+  static_cast<ActivationOptions&>(step) = draws.activation;
   step.gate_up = draws.gate_up;
+  float* bias = nullptr;
+  if (draws.bias) {
+    const int64_t count = draws.groups() * draws.sides() * n;
+    bias = Made<float>(count);
+    for (int64_t i = 0; i < count; ++i) {
+      bias[i] = static_cast<float>(random.In(-1000, 1000)) / 100;
+    }
+  }
+  step.bias = bias;
   step.out_element = draws.as_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   step.m = m, step.groups = draws.groups(), step.k = k, step.n = n;
   int32_t* sizes = Made<int32_t>(draws.groups());
@@ -195,14 +213,10 @@ void Run(const Draws& draws, Random& random) {
          row < starts[static_cast<size_t>(group) + 1]; ++row) {
       for (int64_t column = 0; column < n; ++column) {
         const auto& values = rows[static_cast<size_t>(row)];
-        About want = Sum(draws, values, weights, group, 0, column);
+        About want = Sum(draws, values, weights, bias, group, 0, column);
         if (draws.gate_up) {
-          const About up = Sum(draws, values, weights, group, 1, column);
-          const double silu = want.value / (1 + std::exp(-want.value));
-          want.error = 1.1 * want.error * (std::fabs(up.value) + up.error) +
-                       std::fabs(silu) * up.error +
-                       std::fabs(silu * up.value) * (std::fabs(want.value) + 8) * 4 * kUlp;
-          want.value = silu * up.value;
+          const About up = Sum(draws, values, weights, bias, group, 1, column);
+          want = Activated(draws.activation, want, up);
         }
         double got;
         if (draws.as_float) {

@@ -138,7 +138,7 @@ def test_kernels_and_plain_sums():
     """The kernels for Hopper sum what plain JAX sums, without rows past the groups."""
     skip_without_hopper()
     sizes, values = jnp.array(SIZES, jnp.int32), cotangent(columns=136)
-    for products in (grouped.everywhere(), grouped.Hopper()):
+    for products in (grouped.everywhere(), grouped.HOPPER):
         found = jax.jit(products.sums)(values, sizes)
         assert found.dtype == jnp.float32
         close(found, exact_sums(values))

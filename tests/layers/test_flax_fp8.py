@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import experts
-from jax_ep._experts import select
+from jax_ep._experts import (
+    devices,
+)
 from support import helpers
 from support.errors import check_form, check_state, raises
 from support.fp8_experts import cosine, distance
@@ -217,7 +219,7 @@ def test_explicit_axes_and_a_pipeline():
 
 def test_remat_repeats_neither_exchanges_nor_products(monkeypatch):
     """save_route and `jax_ep_gate_up` keep what the backward pass needs."""
-    monkeypatch.setattr(select, "device_obstacle", lambda *_: "as on a CPU")
+    monkeypatch.setattr(devices, "device_obstacle", lambda *_: "as on a CPU")
     mesh = helpers.make_mesh({"ep": 2})
     run, _, params = nnx_program(mesh, shared_intermediate_size=None, **FP8)
 

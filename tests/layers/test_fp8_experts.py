@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from jax_ep import experts
-from jax_ep._experts import grouped, operations, select
+from jax_ep._experts import (
+    devices,
+    grouped,
+    kernels,
+    operations,
+    select,
+)
 from support import fp8_experts as formula
 from support import helpers, quantizer
 from support.errors import check_form, check_state, raises
@@ -23,7 +29,7 @@ H, F, COUNT = 256, 128, 48
 SIZES = (10, 0, 25)
 # Another order of sums may change a code of h to its neighbour, which is a 16th off.
 # Sums of 14 bits change more codes.
-ON_HOPPER = select.device_obstacle() is None
+ON_HOPPER = devices.device_obstacle() is None
 CLOSE = 1e-2 if ON_HOPPER else 3e-3
 
 
@@ -144,8 +150,9 @@ def test_an_activation_may_have_parameters():
 class Untidy(operations.Operations):
     """Leaves NaN past the groups, as kernels may."""
 
-    def fprop(self, rows, weights, which, sizes, dtype):
-        return untidy(super().fprop(rows, weights, which, sizes, dtype), sizes)
+    def fprop(self, rows, weights, which, sizes, dtype, bias=None):
+        given = rows, weights, which, sizes, dtype, bias
+        return untidy(super().fprop(*given), sizes)
 
     def dgrad(self, cotangents, weights, which, sizes, dtype):
         return untidy(super().dgrad(cotangents, weights, which, sizes, dtype), sizes)
@@ -225,7 +232,7 @@ def test_the_activation_is_quantised_unrounded():
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     rows = rows[: sum(SIZES)]
     made = operations.quantized_rows(jnp.asarray(rows, jnp.bfloat16))
-    inner = operations.Inner(None, None, (), None)
+    inner = operations.Inner(None, None, (), None, kernels.SWIGLU)
     weights = experts.quantize_weights(gate_up, down)
     h, gate_up_rows = select.operations().gate_up(
         made, weights, jnp.array(SIZES), inner, True, jnp.bfloat16
@@ -359,7 +366,7 @@ def count(jaxpr):
 
 
 def test_remat_by_name_repeats_no_gate_up(monkeypatch):
-    monkeypatch.setattr(select, "device_obstacle", lambda *_: "as on a CPU")
+    monkeypatch.setattr(devices, "device_obstacle", lambda *_: "as on a CPU")
     named = jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up")
     # 2 forward and 4 backward; without a policy the forward pass is repeated.
     assert products(jax.checkpoint_policies.everything_saveable) == 6

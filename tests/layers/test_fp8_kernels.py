@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts, formats
 from jax_ep._experts import (
+    devices,
     hopper_fp8,
     kernels,
     mxfp4,
@@ -486,7 +487,7 @@ def test_operations_equal_the_reference(canonical, ready):
     weights = weights.canonical() if canonical else weights
     sizes = jnp.array(SIZES, jnp.int32)
     real = slice(sum(SIZES))
-    inner = Inner(None, None, (), None)
+    inner = Inner(None, None, (), None, kernels.SWIGLU)
     here, there = HopperOperations(), Operations()
     h, gate_up_rows = here.gate_up(rows, weights, sizes, inner, True, "bfloat16")
     want, wanted = there.gate_up(rows, weights, sizes, inner, True, "bfloat16")
@@ -544,16 +545,17 @@ def test_weights_in_mxfp4(canonical, form, many, ready, monkeypatch):
     known = form != "float16"
     wgmma = many and form == "bfloat16"
     bias = jnp.ones((3, F), jnp.float32)
-    for inner in (Inner(None, None, (), None), Inner(bias, None, (), None)):
+    for inner in (
+        Inner(None, None, (), None, kernels.SWIGLU),
+        Inner(bias, None, (), None, kernels.SWIGLU),
+    ):
         taken.clear()
         given = (operand, weights, sizes, inner, False, jnp.dtype(dtype))
         (h, _), (want, _) = here.gate_up(*given), there.gate_up(*given)
         assert h.values.dtype == want.values.dtype
         assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
         if ready is not None:
-            fused = wgmma and inner.gate_bias is None
-            swiglu = inner.gate_bias is None
-            wanted = "gate_up" if fused else f"mxfp4_{'gate_up' if swiglu else 'fprop'}"
+            wanted = "gate_up" if wgmma else "mxfp4_gate_up"
             assert set(taken) == ({wanted} if known else set())
         for out in (jnp.bfloat16, jnp.float32, jnp.float16):
             taken.clear()
@@ -602,7 +604,7 @@ def test_tiles_are_those_of_the_table():
 
 
 def test_what_lies_between_products_is_applied_by_the_reference(ready):
-    """Other activations, biases, and what the backward pass keeps of mxfp4 weights."""
+    """Other activations, and what the backward pass keeps of mxfp4 weights."""
     rows, weights = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -612,10 +614,15 @@ def test_what_lies_between_products_is_applied_by_the_reference(ready):
     four = experts.quantize_weights(gate_up, down, format="mxfp4")
     plain = Rows(rows.to("bfloat16"), None)
     for inner, operand, codes, wanted in (
-        (Inner(bias, None, (), None), rows, weights, {"fp8_fprop"}),
-        (Inner(None, None, (), lambda g, u, _: g * u), rows, weights, {"fp8_fprop"}),
-        (Inner(None, None, (), None), plain, four, {"mxfp4_fprop"}),
-        (Inner(None, None, (), None), rows, four, {"mxfp4_fprop"}),
+        (Inner(bias, None, (), None, kernels.SWIGLU), rows, weights, {"fp8_gate_up"}),
+        (
+            Inner(None, None, (), lambda g, u, _: g * u, None),
+            rows,
+            weights,
+            {"fp8_fprop"},
+        ),
+        (Inner(None, None, (), None, kernels.SWIGLU), plain, four, {"mxfp4_fprop"}),
+        (Inner(None, None, (), None, kernels.SWIGLU), rows, four, {"mxfp4_fprop"}),
     ):
         taken.clear()
         given = (operand, codes, sizes, inner, True, "bfloat16")
@@ -628,7 +635,7 @@ def test_what_lies_between_products_is_applied_by_the_reference(ready):
 def test_which_operations_a_device_has(monkeypatch):
     if jax.default_backend() == "cpu":
         assert type(select.operations()) is Operations
-    monkeypatch.setattr(select, "device_obstacle", lambda *_: None)
+    monkeypatch.setattr(devices, "device_obstacle", lambda *_: None)
     assert type(select.operations()) is HopperOperations
 
 

@@ -109,7 +109,7 @@ def test_rows_by_matrices(sizes, count, a, b, name, dtype, ready):
     rows, matrices, groups = operands(
         sizes, count, (count, a), (len(sizes), *matrix), dtype=dtype
     )
-    found = jax.jit(getattr(kernels, name))(rows, matrices, groups)
+    found = jax.jit(getattr(kernels.HOPPER, name))(rows, matrices, groups)
     matrices = matrices if name == "fprop" else matrices.swapaxes(1, 2)
     want, magnitudes = products(rows, matrices, sizes)
     assert_near(found[: sum(sizes)], want, SUMS * magnitudes, dtype)
@@ -125,7 +125,7 @@ def silu(gate):
 def test_gate_up(sizes, count, a, b, keep, dtype, ready):
     shapes = (count, a), (len(sizes), a, 2, b)
     rows, matrices, groups = operands(sizes, count, *shapes, dtype=dtype)
-    h, gate_up_rows = jax.jit(functools.partial(kernels.gate_up, keep=keep))(
+    h, gate_up_rows = jax.jit(functools.partial(kernels.HOPPER.gate_up, keep=keep))(
         rows, matrices, groups
     )
     side_by_side = matrices.reshape(len(sizes), a, 2 * b)
@@ -148,7 +148,9 @@ def test_down_dgrad(sizes, count, a, b, dtype, ready):
     cotangents, matrices, gate_up_rows, groups = operands(
         sizes, count, *shapes, dtype=dtype
     )
-    found = jax.jit(kernels.down_dgrad)(cotangents, matrices, gate_up_rows, groups)
+    found = jax.jit(kernels.HOPPER.down_dgrad)(
+        cotangents, matrices, gate_up_rows, groups
+    )
     to_h, magnitudes = products(cotangents, matrices.swapaxes(1, 2), sizes)
     (values,) = wide(gate_up_rows[: sum(sizes)])
     gate, up = values[:, 0], values[:, 1]
@@ -167,7 +169,7 @@ def test_wgrad(sizes, count, a, b, wide_out, dtype, ready):
     shapes = (count, a), (count, b)
     rows, cotangents, groups = operands(sizes, count, *shapes, dtype=dtype)
     out = "float32" if wide_out else dtype
-    found = jax.jit(kernels.wgrad, static_argnames="dtype")(
+    found = jax.jit(kernels.HOPPER.wgrad, static_argnames="dtype")(
         rows, cotangents, groups, dtype=jnp.dtype(out)
     )
     for group, first, end in groups_of(sizes):
@@ -211,7 +213,7 @@ def test_sums_of_one_sign_lose_nothing(dtype):
     a, b, sizes = 7168, 256, (200, 0, 56)
     rows = jnp.asarray(rng.uniform(0.5, 1.5, (256, a)), dtype)
     matrices = jnp.asarray(rng.uniform(0.5, 1.5, (3, a, b)) / a, dtype)
-    found = kernels.fprop(rows, matrices, jnp.array(sizes, jnp.int32))
+    found = kernels.HOPPER.fprop(rows, matrices, jnp.array(sizes, jnp.int32))
     want, _ = products(rows, matrices, sizes)
     assert abs(np.sum(np.asarray(found, np.float64)) / np.sum(want) - 1) < 5e-4
 
@@ -245,9 +247,13 @@ def custom_calls(text):
     return [(target, line) for line, target in found]
 
 
-def lowered(function, *args):
+def lowered_text(function, *args):
     traced = jax.jit(function).trace(*args)
-    return custom_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lowered(function, *args):
+    return custom_calls(lowered_text(function, *args))
 
 
 def both_ways(rows, gate_up, down, sizes):
@@ -279,10 +285,9 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
     wanted = apart if count > 128 * 3 else ["ep_experts"]
     assert [target for target, _ in forward] == wanted
     if wanted != apart:
-        assert (
-            f"tensor<3x128x256x{word}>, tensor<3xi32>) -> "
-            f"(tensor<{count}x128x{word}>, tensor<{count}x256x{word}>)"
-        ) in forward[0][1]
+        assert (f"(tensor<{count}x128x{word}>, tensor<{count}x256x{word}>)") in forward[
+            0
+        ][1]
     assert Counter(target for target, _ in calls) == {
         "ep_gate_up": 1,
         "ep_fprop": 1,
@@ -293,7 +298,8 @@ def test_lowered_for_hopper(dtype, word, count, masters, x64, monkeypatch):
     lines = dict(calls)
     assert "keep = true" in lines["ep_gate_up"]
     assert (
-        f"(tensor<{count}x256x{word}>, tensor<3x256x2x128x{word}>, tensor<3xi32>) -> "
+        f"(tensor<{count}x256x{word}>, tensor<3x256x2x128x{word}>, "
+        f"tensor<0x256x128x{word}>, tensor<3xi32>, tensor<0x2x128xf32>) -> "
         f"(tensor<{count}x128x{word}>, tensor<{count}x2x128x{word}>)"
     ) in lines["ep_gate_up"]
     assert f"tensor<3x256x256x{word}>" in lines["ep_dgrad"]
@@ -321,6 +327,63 @@ def test_policies_save_gate_and_up(monkeypatch):
         ]
         counts.append(Counter(targets)["ep_gate_up"])
     assert counts == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["swiglu_clamped", "geglu", "relu_squared"])
+def test_activations_and_biases_are_part_of_the_products(name, monkeypatch):
+    """The kernels of the forward and backward pass have them; only sums are beside."""
+    grouped_kernels.pretend(monkeypatch)
+    given = getattr(experts, name)
+    activation = given(1.5, 3.0) if name == "swiglu_clamped" else given
+    biases = {
+        "gate_bias": jax.ShapeDtypeStruct((3, 128), jnp.bfloat16),
+        "down_bias": jax.ShapeDtypeStruct((3, 256), jnp.float32),
+    }
+
+    def run(biases, *args):
+        def apply(biases, *rest):
+            return experts.hopper(*rest, args[3], activation=activation, **biases)
+
+        y, back = jax.vjp(apply, biases, *args[:3])
+        return y, back(y)
+
+    calls = lowered(run, biases, *structs(1000, "bfloat16", "bfloat16"))
+    assert Counter(target for target, _ in calls) == {
+        "ep_gate_up": 1,
+        "ep_fprop": 1,
+        "ep_down_dgrad": 1,
+        "ep_dgrad": 1,
+        "ep_wgrad": 4,
+    }
+    lines = dict(calls)
+    for target in ("ep_gate_up", "ep_down_dgrad"):
+        assert f'activation = "{name}"' in lines[target]
+    assert "tensor<3x2x128xf32>" in lines["ep_gate_up"]
+    assert "tensor<3x256xf32>" in lines["ep_fprop"]
+
+
+@pytest.mark.parametrize("activation", [None, jax.nn.gelu])
+def test_gate_and_up_apart_are_not_joined(activation, monkeypatch):
+    """No array of a program has the size of both."""
+    grouped_kernels.pretend(monkeypatch)
+    rows, _, down, sizes = structs(1000, "bfloat16", "bfloat16")
+    side = jax.ShapeDtypeStruct((3, 256, 128), jnp.bfloat16)
+    function = None if activation is None else lambda g, u: activation(g) * u
+
+    def run(rows, gate, up, down, sizes):
+        def apply(rows, gate, up, down):
+            pair = gate, up
+            return experts.hopper(rows, pair, down, sizes, activation=function)
+
+        y, back = jax.vjp(apply, rows, gate, up, down)
+        return y, back(y)
+
+    text = lowered_text(run, rows, side, side, down, sizes)
+    for shape in ("3x256x2x128", "3x256x256", "3x2x256x128"):
+        assert f"tensor<{shape}x" not in text
+    if activation is None:
+        assert text.count("@ep_wgrad(") == 3
+        assert text.count("@ep_dgrad(") == 1
 
 
 def test_other_activations_have_products_of_their_own(monkeypatch):

@@ -14,7 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import experts
-from jax_ep._experts import interface, select
+from jax_ep._experts import (
+    devices,
+    interface,
+)
 from jax_ep._transport import base
 from jax_ep._transport.collective import Collective
 from support import grouped_kernels, helpers
@@ -178,7 +181,7 @@ def test_who_asks_for_zeros(options, fields, hopper, want, monkeypatch) -> None:
         pytest.skip("imagines p2p on CPU devices")
     if hopper:
         grouped_kernels.pretend(monkeypatch)
-    assert (select.device_obstacle() is None) == hopper
+    assert (devices.device_obstacle() is None) == hopper
     mesh = helpers.make_mesh(2)
     ep = p2p_handle(mesh, **FIELDS | fields)
     x = jax.ShapeDtypeStruct((2 * N, H), jnp.bfloat16)

@@ -13,7 +13,12 @@ import pytest
 
 import jax_ep
 from jax_ep import formats
-from jax_ep._experts import kernels, quantized, select
+from jax_ep._experts import (
+    activations,
+    devices,
+    kernels,
+    quantized,
+)
 from jax_ep._experts.kernels import Fp8Rows
 from jax_ep._layers import layer
 
@@ -23,7 +28,7 @@ BLOCK = kernels.BLOCK
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that the device is a Hopper GPU, so that tests can lower for one."""
-    monkeypatch.setattr(select, "device_obstacle", lambda *_: None)
+    monkeypatch.setattr(devices, "device_obstacle", lambda *_: None)
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -35,13 +40,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("the kernels may be real here")
     pretend(monkeypatch)
     taken: list[str] = []
-    for stand_in in STAND_INS:
-        name = stand_in.__name__
-        # Each stand-in takes the same arguments as its kernel.
-        assert list(inspect.signature(getattr(kernels, name)).parameters) == list(
-            inspect.signature(stand_in).parameters
-        )
-        monkeypatch.setattr(kernels, name, _seen(stand_in, taken))
+    for place, stand_ins in ((kernels.Kernels, OF_KERNELS), (kernels, STAND_INS)):
+        for stand_in in stand_ins:
+            name = stand_in.__name__
+            # Each stand-in takes the same arguments as its kernel.
+            assert list(inspect.signature(getattr(place, name)).parameters) == list(
+                inspect.signature(stand_in).parameters
+            )
+            monkeypatch.setattr(place, name, _seen(stand_in, taken))
     return taken
 
 
@@ -122,41 +128,67 @@ def _zero(like: jax.Array) -> jax.Array:
     return jnp.zeros_like(like, shape=(1, 1))
 
 
-def fprop(rows, matrices, sizes):
+def _plus(sums: jax.Array, bias: Any, sizes: jax.Array) -> jax.Array:
+    """Adds each group's bias, `[L, B]` or `[L, 2, B]`, to float32 sums."""
+    if bias is None:
+        return sums
+    assert bias.dtype == jnp.float32
+    for own, of_group in zip(group_masks(sizes, len(sums)), bias, strict=True):
+        sums = jnp.where(own[:, None], sums + of_group.reshape(-1), sums)
+    return sums
+
+
+def fprop(self, rows, matrices, sizes, bias=None, dtype=None):
     assert rows.dtype == matrices.dtype
-    assert rows.dtype.itemsize == 2
-    return product(rows, matrices, sizes).astype(rows.dtype)
+    assert self.sums or (rows.dtype.itemsize == 2 and dtype in (None, rows.dtype))
+    return _plus(product(rows, matrices, sizes), bias, sizes).astype(
+        dtype or rows.dtype
+    )
 
 
-def dgrad(cotangents, matrices, sizes):
-    return fprop(cotangents, matrices.swapaxes(1, 2), sizes)
+def dgrad(self, cotangents, matrices, sizes, dtype=None, up=None):
+    if up is not None:
+        cotangents = cotangents.reshape(len(cotangents), -1)
+        matrices = jnp.concatenate([matrices, up], 2)
+    given = cotangents, matrices.swapaxes(1, 2), sizes
+    return fprop(self, *given, dtype=dtype)
 
 
-def gate_up(rows, matrices, sizes, keep):
+def _both(gate_up: kernels.GateUp) -> jax.Array:
+    return jnp.stack(gate_up, 2) if isinstance(gate_up, tuple) else gate_up
+
+
+def gate_up(self, rows, matrices, sizes, keep, bias=None, activation=kernels.SWIGLU):
+    matrices = _both(matrices)
     assert rows.dtype == matrices.dtype
     count, inner = len(rows), matrices.shape[3]
     gate_up_rows = product(rows, matrices.reshape(*matrices.shape[:2], -1), sizes)
-    gate_up_rows = gate_up_rows.reshape(count, 2, inner)
-    h = jax.nn.silu(gate_up_rows[:, 0]) * gate_up_rows[:, 1]
+    gate_up_rows = _plus(gate_up_rows, bias, sizes).reshape(count, 2, inner)
+    h = activations.function_of(activation)(gate_up_rows[:, 0], gate_up_rows[:, 1])
     return h.astype(rows.dtype), gate_up_rows.astype(rows.dtype) if keep else None
 
 
-def swiglu_dgrad(to_h: jax.Array, gate_up_rows: jax.Array) -> jax.Array:
+def activation_dgrad(
+    to_h: jax.Array, gate_up_rows: jax.Array, activation: kernels.Activation
+) -> jax.Array:
     """Cotangents of gate and up in float32, from JAX's own derivative."""
     gate, up = (
         each.astype(jnp.float32) for each in (gate_up_rows[:, 0], gate_up_rows[:, 1])
     )
-    _, back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+    _, back = jax.vjp(activations.function_of(activation), gate, up)
     return jnp.stack(back(to_h), 1)
 
 
-def down_dgrad(cotangents, matrices, gate_up_rows, sizes):
+def down_dgrad(
+    self, cotangents, matrices, gate_up_rows, sizes, activation=kernels.SWIGLU
+):
     assert cotangents.dtype == matrices.dtype == gate_up_rows.dtype
     to_h = product(cotangents, matrices.swapaxes(1, 2), sizes)
-    return swiglu_dgrad(to_h, gate_up_rows).astype(gate_up_rows.dtype)
+    return activation_dgrad(to_h, gate_up_rows, activation).astype(gate_up_rows.dtype)
 
 
-def wgrad(rows, cotangents, sizes, dtype):
+def wgrad(self, rows, cotangents, sizes, dtype, side=None):
+    cotangents = cotangents if side is None else cotangents[:, side]
     assert rows.dtype == cotangents.dtype
     assert dtype in (rows.dtype, jnp.float32)
     found = []
@@ -180,8 +212,9 @@ def _values(rows: Fp8Rows) -> jax.Array:
     return rows.codes.astype(jnp.float32) * _spread(rows.scales, 1)
 
 
-def fp8_fprop(rows, matrices, scales, sizes, dtype):
-    return fp8_dgrad(rows, matrices, scales.swapaxes(1, 2), sizes, dtype)
+def fp8_fprop(rows, matrices, scales, sizes, dtype, bias=None):
+    sums = fp8_dgrad(rows, matrices, scales.swapaxes(1, 2), sizes, jnp.float32)
+    return _plus(sums, bias, sizes).astype(dtype)
 
 
 def fp8_dgrad(cotangents, matrices, scales, sizes, dtype):
@@ -189,22 +222,27 @@ def fp8_dgrad(cotangents, matrices, scales, sizes, dtype):
     return product(_values(cotangents), values, sizes).astype(dtype)
 
 
-def fp8_gate_up(rows, matrices, scales, sizes, keep):
+def fp8_gate_up(
+    rows, matrices, scales, sizes, keep, bias=None, activation=kernels.SWIGLU
+):
     groups, _, inner, _ = matrices.shape
     scales = _spread(scales.transpose(0, 2, 3, 1), 2, 3)
     values = (matrices.astype(jnp.float32) * scales).reshape(groups, 2 * inner, -1)
     gate_up_rows = product(_values(rows), values.swapaxes(1, 2), sizes)
-    gate_up_rows = gate_up_rows.reshape(-1, 2, inner)
+    gate_up_rows = _plus(gate_up_rows, bias, sizes).reshape(-1, 2, inner)
+    function = activations.function_of(activation)
     h = formats.quantize(
-        jax.nn.silu(gate_up_rows[:, 0]) * gate_up_rows[:, 1], "fp8_block128"
+        function(gate_up_rows[:, 0], gate_up_rows[:, 1]), "fp8_block128"
     )
     return Fp8Rows(*h), gate_up_rows.astype(jnp.bfloat16) if keep else None
 
 
-def fp8_down_dgrad(cotangents, matrices, scales, gate_up_rows, sizes):
+def fp8_down_dgrad(
+    cotangents, matrices, scales, gate_up_rows, sizes, activation=kernels.SWIGLU
+):
     values = matrices.astype(jnp.float32) * _spread(scales, 1, 2)
     to_h = product(_values(cotangents), values.swapaxes(1, 2), sizes)
-    back = swiglu_dgrad(to_h, gate_up_rows)
+    back = activation_dgrad(to_h, gate_up_rows, activation)
     codes, code_scales = quantized.quantize_cotangents(back.reshape(len(back), -1))
     code_scales = code_scales.reshape(len(back), 2, -1)
     return (
@@ -217,14 +255,33 @@ def fp8_down_dgrad(cotangents, matrices, scales, gate_up_rows, sizes):
 _gate_up = gate_up
 
 
-def experts(rows, gate_up, down, sizes):
-    h, _ = _gate_up(rows, gate_up, sizes, keep=False)
-    return fprop(h, down, sizes)
+def experts(
+    rows,
+    gate_up,
+    down,
+    sizes,
+    biases=kernels.NO_BIASES,
+    activation=kernels.SWIGLU,
+):
+    own = kernels.HOPPER
+    h, _ = _gate_up(own, rows, gate_up, sizes, False, biases.gate_up, activation)
+    return fprop(own, h, down, sizes, biases.down)
 
 
-def fp8_experts(rows, gate_up, gate_up_scales, down, down_scales, sizes, dtype):
-    h, _ = fp8_gate_up(rows, gate_up, gate_up_scales, sizes, keep=False)
-    return fp8_fprop(h, down, down_scales, sizes, dtype)
+def fp8_experts(
+    rows,
+    gate_up,
+    gate_up_scales,
+    down,
+    down_scales,
+    sizes,
+    dtype,
+    biases=kernels.NO_BIASES,
+    activation=kernels.SWIGLU,
+):
+    given = rows, gate_up, gate_up_scales, sizes, False, biases.gate_up, activation
+    h, _ = fp8_gate_up(*given)
+    return fp8_fprop(h, down, down_scales, sizes, dtype, biases.down)
 
 
 def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
@@ -262,17 +319,26 @@ def _mxfp4(rows, scales, tiles, sizes, dtype, sides):
     return product(values, values_of_tiles(tiles, sides), sizes)
 
 
-def mxfp4_fprop(rows, scales, tiles, sizes, columns, dtype):
-    sums = _mxfp4(rows, scales, tiles, sizes, dtype, 1)
+def mxfp4_fprop(rows, scales, tiles, sizes, columns, dtype, bias=None):
+    sums = _plus(_mxfp4(rows, scales, tiles, sizes, dtype, 1), bias, sizes)
     assert sums.shape[1] == columns
     return sums.astype(dtype)
 
 
-def mxfp4_gate_up(rows, scales, tiles, sizes, columns, dtype):
-    sums = _mxfp4(rows, scales, tiles, sizes, dtype, 2)
+def mxfp4_gate_up(
+    rows,
+    scales,
+    tiles,
+    sizes,
+    columns,
+    dtype,
+    bias=None,
+    activation=kernels.SWIGLU,
+):
+    sums = _plus(_mxfp4(rows, scales, tiles, sizes, dtype, 2), bias, sizes)
     gate, up = jnp.split(sums, 2, axis=1)
     assert gate.shape[1] == columns
-    return (jax.nn.silu(gate) * up).astype(dtype)
+    return activations.function_of(activation)(gate, up).astype(dtype)
 
 
 def quantize_matrices(matrices):
@@ -298,12 +364,8 @@ def dequantize(rows, sizes, dtype):
     return _in_groups(values, sizes, jnp.nan)
 
 
+OF_KERNELS = (fprop, dgrad, gate_up, down_dgrad, wgrad)
 STAND_INS = (
-    fprop,
-    dgrad,
-    gate_up,
-    down_dgrad,
-    wgrad,
     fp8_fprop,
     fp8_dgrad,
     fp8_gate_up,

@@ -280,6 +280,9 @@ void FillStep(Checker& check, const CallState& call, Step& step) {
     static_cast<DispatchOptions&>(step) = call;
   }
   if constexpr (std::is_base_of_v<CombineOptions, Step>) static_cast<CombineOptions&>(step) = call;
+  if constexpr (std::is_base_of_v<ActivationOptions, Step>) {
+    static_cast<ActivationOptions&>(step) = call;
+  }
   if constexpr (requires { step.wire; }) SetWire(check, call, step);
 }
 

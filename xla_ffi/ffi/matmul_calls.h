@@ -40,10 +40,13 @@ inline constexpr int64_t kMatrixBlock = 128;
 template <MatmulKind kKind, bool kPortable = false>
 struct MatmulCall : Call<MatmulStep> {
   static constexpr auto kGroupSizes = Arg<I32>("group_sizes", {Dim::G}, &Step::sizes);
+  static constexpr auto kBias = Arg<F32>("bias", {Dim::G, Dim::B}, &Step::bias).Optional();
+  static constexpr auto kGateUpBias = Arg<F32>("bias", {Dim::G, 2, Dim::B}, &Step::bias).Optional();
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);
     RequireMultiple(check, *this, ColumnsAlign(kKind));
+    if (sizes.known(Dim::Z)) CheckSides(check);
     sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
     sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
   }
@@ -72,27 +75,41 @@ struct MatmulCall : Call<MatmulStep> {
       step.out_element = step.element;
     }
   }
+
+ private:
+  // Z is the sides of a matrix, or of rows that are multiplied by gate and up.
+  void CheckSides(Checker& check) {
+    const int64_t found = sizes[Dim::Z];
+    if (kKind == MatmulKind::kWgrad) {
+      check.Require(side >= -1 && side < 2, "side must be -1, 0 or 1");
+      check.Require(found == (side < 0 ? 1 : 2), "cotangents must have one side, or with side two");
+    } else {
+      const bool both = (kKind == MatmulKind::kDgrad) == with_up;
+      check.Require(found == (both ? 2 : 1), "Z must be the sides that `up` leaves");
+    }
+  }
 };
 
 // ---- Of 16 bits, or of 32 by the portable kernels -----------------------------------------------
 
-// What portable kernels take besides.
-template <bool kPortable, typename... Rows>
-constexpr auto WithExact(Rows... rows) {
+// What portable kernels take besides `options`.
+template <bool kPortable>
+constexpr auto WithExact(auto options) {
   if constexpr (kPortable) {
-    return std::tuple(kExact, rows...);
+    return std::tuple_cat(std::tuple(kExact), options);
   } else {
-    return std::tuple(rows...);
+    return options;
   }
 }
 
 template <bool kPortable>
 struct FpropCallOf : MatmulCall<MatmulKind::kFprop, kPortable> {
+  using Base = MatmulCall<MatmulKind::kFprop, kPortable>;
   static constexpr const char* kTarget = kPortable ? "ep_portable_fprop" : "ep_fprop";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &MatmulStep::a),
                  Arg<Token>("matrices", {Dim::G, Dim::A, Dim::B}, &MatmulStep::b),
-                 MatmulCall<MatmulKind::kFprop, kPortable>::kGroupSizes);
+                 Base::kGroupSizes, Base::kBias);
   static constexpr auto kResults = std::tuple(
       Ret<std::conditional_t<kPortable, Output, Token>>("out", {Dim::N, Dim::B}, &MatmulStep::d));
   static constexpr auto kAttributes = [] {
@@ -106,12 +123,15 @@ struct FpropCallOf : MatmulCall<MatmulKind::kFprop, kPortable> {
 using FpropCall = FpropCallOf<false>;
 using PortableFpropCall = FpropCallOf<true>;
 
+// With the matrices of up as an operand of their own, cotangents are of gate and up, and the
+// products are summed.
 template <bool kPortable>
 struct DgradCallOf : MatmulCall<MatmulKind::kDgrad, kPortable> {
   static constexpr const char* kTarget = kPortable ? "ep_portable_dgrad" : "ep_dgrad";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("cotangents", {Dim::N, Dim::A}, &MatmulStep::a),
+      std::tuple(Arg<Token>("cotangents", {Dim::N, Dim::Z, Dim::A}, &MatmulStep::a),
                  Arg<Token>("matrices", {Dim::G, Dim::B, Dim::A}, &MatmulStep::b),
+                 Arg<Token>("up", {Dim::G, Dim::B, Dim::A}, &MatmulStep::b_up).Shows(kWithUp),
                  MatmulCall<MatmulKind::kDgrad, kPortable>::kGroupSizes);
   static constexpr auto kResults = FpropCallOf<kPortable>::kResults;
   static constexpr auto kAttributes = FpropCallOf<kPortable>::kAttributes;
@@ -121,15 +141,18 @@ using PortableDgradCall = DgradCallOf<true>;
 
 template <bool kPortable>
 struct GateUpCallOf : MatmulCall<MatmulKind::kGateUp, kPortable> {
+  using Base = MatmulCall<MatmulKind::kGateUp, kPortable>;
   static constexpr const char* kTarget = kPortable ? "ep_portable_gate_up" : "ep_gate_up";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &MatmulStep::a),
-                 Arg<Token>("matrices", {Dim::G, Dim::A, 2, Dim::B}, &MatmulStep::b),
-                 MatmulCall<MatmulKind::kGateUp, kPortable>::kGroupSizes);
+                 Arg<Token>("matrices", {Dim::G, Dim::A, Dim::Z, Dim::B}, &MatmulStep::b),
+                 Arg<Token>("up", {Dim::G, Dim::A, Dim::B}, &MatmulStep::b_up).Shows(kWithUp),
+                 Base::kGroupSizes, Base::kGateUpBias);
   static constexpr auto kResults = std::tuple(
       Ret<Token>("h", {Dim::N, Dim::B}, &MatmulStep::d),
       Ret<Token>("gate_up_rows", {Dim::N, 2, Dim::B}, &MatmulStep::gate_up_rows).When(kKeep));
-  static constexpr auto kAttributes = WithExact<kPortable>(kKeep);
+  static constexpr auto kAttributes =
+      WithExact<kPortable>(std::tuple_cat(std::tuple(kKeep), kActivationOptions));
 };
 using GateUpCall = GateUpCallOf<false>;
 using PortableGateUpCall = GateUpCallOf<true>;
@@ -145,21 +168,29 @@ struct DownDgradCallOf : MatmulCall<MatmulKind::kDownDgrad, kPortable> {
   static constexpr auto kResults =
       std::tuple(Ret<Token>("to_gate_up_rows", {Dim::N, 2, Dim::B}, &MatmulStep::to_gate_up_rows)
                      .InPlaceOf("gate_up_rows"));
-  static constexpr auto kAttributes = WithExact<kPortable>();
+  static constexpr auto kAttributes = WithExact<kPortable>(kActivationOptions);
 };
 using DownDgradCall = DownDgradCallOf<false>;
 using PortableDownDgradCall = DownDgradCallOf<true>;
 
+// Takes one side of the cotangents, or all of them if `side` is -1.
 template <bool kPortable>
 struct WgradCallOf : MatmulCall<MatmulKind::kWgrad, kPortable> {
   static constexpr const char* kTarget = kPortable ? "ep_portable_wgrad" : "ep_wgrad";
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &MatmulStep::a),
-                 Arg<Token>("cotangents", {Dim::N, Dim::B}, &MatmulStep::b),
+                 Arg<Token>("cotangents", {Dim::N, Dim::Z, Dim::B}, &MatmulStep::b),
                  MatmulCall<MatmulKind::kWgrad, kPortable>::kGroupSizes);
   static constexpr auto kResults =
       std::tuple(Ret<Output>("out", {Dim::G, Dim::A, Dim::B}, &MatmulStep::d));
-  static constexpr auto kAttributes = WithExact<kPortable>(kOutDtype);
+  static constexpr auto kAttributes = WithExact<kPortable>(std::tuple(kOutDtype, kSide));
+
+  void Finish() {
+    MatmulStep& step = this->step;
+    step.b_sides = this->sizes[Dim::Z];
+    const int64_t before = this->side > 0 ? step.n * ElementBytes(step.element) : 0;
+    step.b = static_cast<const uint8_t*>(step.b) + before;
+  }
 };
 using WgradCall = WgradCallOf<false>;
 using PortableWgradCall = WgradCallOf<true>;
@@ -186,7 +217,7 @@ struct Fp8FpropCall : Fp8MatmulCall<true> {
   static constexpr const char* kTarget = "ep_fp8_fprop";
   static constexpr auto kOperands = std::tuple(
       Arg<Code>("rows", {N, A}, &Step::a), Arg<F32>("row_scales", {N, X}, &Step::a_scales),
-      Arg<Code>("matrices", {G, B, A}, &Step::b), kScales, kGroupSizes);
+      Arg<Code>("matrices", {G, B, A}, &Step::b), kScales, kGroupSizes, kBias);
 };
 
 struct Fp8DgradCall : Fp8MatmulCall<false> {
@@ -202,11 +233,12 @@ struct Fp8GateUpCall : MatmulCall<MatmulKind::kFp8GateUp> {
   static constexpr auto kOperands = std::tuple(
       Arg<Code>("rows", {N, A}, &Step::a), Arg<F32>("row_scales", {N, X}, &Step::a_scales),
       Arg<Code>("matrices", {G, 2, B, A}, &Step::b),
-      Arg<F32>("matrix_scales", {G, X, 2, Y}, &Step::b_scales), kGroupSizes);
+      Arg<F32>("matrix_scales", {G, X, 2, Y}, &Step::b_scales), kGroupSizes, kGateUpBias);
   static constexpr auto kResults =
       std::tuple(Ret<Code>("h", {N, B}, &Step::d), Ret<F32>("h_scales", {N, Y}, &Step::d_scales),
                  Ret<Output>("gate_up_rows", {N, 2, B}, &Step::gate_up_rows).When(kKeep));
-  static constexpr auto kAttributes = std::tuple(kKeep, kOutDtype);
+  static constexpr auto kAttributes =
+      std::tuple_cat(std::tuple(kKeep, kOutDtype), kActivationOptions);
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
@@ -225,7 +257,7 @@ struct Fp8DownDgradCall : MatmulCall<MatmulKind::kFp8DownDgrad> {
   static constexpr auto kResults = std::tuple(
       Ret<Code>("codes", {N, 2, B}, &Step::d), Ret<F32>("scales", {N, 2, Y}, &Step::d_scales),
       Ret<Output>("to_gate_up_rows", {N, 2, B}, &Step::to_gate_up_rows).InPlaceOf("gate_up_rows"));
-  static constexpr auto kAttributes = std::tuple(kOutDtype);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kOutDtype), kActivationOptions);
 
   void Size(Checker& check) {
     MatmulCall::Size(check);
@@ -238,8 +270,17 @@ struct Fp8DownDgradCall : MatmulCall<MatmulKind::kFp8DownDgrad> {
 // A is H and B is F.
 template <MatmulKind kFirst>
 struct BothMatmulsCall : Call<ExpertsStep> {
+  static constexpr auto kGroupSizes = Arg<I32>("group_sizes", {Dim::G}, &Step::sizes);
+  static constexpr auto kGateUpBias =
+      Arg<F32>("gate_up_bias", {Dim::G, 2, Dim::B}, &Step::gate_up_bias).Optional();
+  static constexpr auto kDownBias =
+      Arg<F32>("down_bias", {Dim::G, Dim::A}, &Step::down_bias).Optional();
+
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);
+    if (sizes.known(Dim::Z)) {
+      check.Require(sizes[Dim::Z] == (with_up ? 1 : 2), "Z must be the sides that `up` leaves");
+    }
     RequireMultiple(check, *this, ColumnsAlign(kFirst));
     sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
     sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
@@ -262,11 +303,12 @@ struct BothMatmulsCall : Call<ExpertsStep> {
 struct ExpertsCall : BothMatmulsCall<MatmulKind::kGateUp> {
   static constexpr const char* kTarget = "ep_experts";
   static constexpr auto kOperands = std::tuple(
-      Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("gate_up", {G, A, 2, B}, &Step::gate_up),
-      Arg<Token>("down", {G, B, A}, &Step::down), Arg<I32>("group_sizes", {G}, &Step::sizes));
+      Arg<Token>("rows", {N, A}, &Step::a), Arg<Token>("gate_up", {G, A, Z, B}, &Step::gate_up),
+      Arg<Token>("up", {G, A, B}, &Step::up).Shows(kWithUp),
+      Arg<Token>("down", {G, B, A}, &Step::down), kGroupSizes, kGateUpBias, kDownBias);
   static constexpr auto kResults =
       std::tuple(Ret<Token>("h", {N, B}, &Step::h), Ret<Token>("out", {N, A}, &Step::d));
-  static constexpr auto kAttributes = std::tuple();
+  static constexpr auto kAttributes = kActivationOptions;
 };
 
 struct Fp8ExpertsCall : BothMatmulsCall<MatmulKind::kFp8GateUp> {
@@ -276,27 +318,28 @@ struct Fp8ExpertsCall : BothMatmulsCall<MatmulKind::kFp8GateUp> {
       Arg<Code>("gate_up", {G, 2, B, A}, &Step::gate_up),
       Arg<F32>("gate_up_scales", {G, X, 2, Y}, &Step::gate_up_scales),
       Arg<Code>("down", {G, A, B}, &Step::down),
-      Arg<F32>("down_scales", {G, Y, X}, &Step::down_scales),
-      Arg<I32>("group_sizes", {G}, &Step::sizes));
+      Arg<F32>("down_scales", {G, Y, X}, &Step::down_scales), kGroupSizes, kGateUpBias, kDownBias);
   static constexpr auto kResults =
       std::tuple(Ret<Code>("h", {N, B}, &Step::h), Ret<F32>("h_scales", {N, Y}, &Step::h_scales),
                  Ret<Output>("out", {N, A}, &Step::d));
-  static constexpr auto kAttributes = std::tuple(kOutDtype);
+  static constexpr auto kAttributes = std::tuple_cat(std::tuple(kOutDtype), kActivationOptions);
 };
 
 // ---- Of mxfp4 -----------------------------------------------------------------------------------
 
-// Rows are bfloat16, and `scaled` says whether they have scales. With two sides, gate and up,
-// SwiGLU is applied.
+// Rows are bfloat16, and `scaled` says whether they have scales. With two sides, gate and up, the
+// activation is applied.
 template <int64_t kSides>
 struct Mxfp4Call : Call<Mxfp4Step> {
   static constexpr auto kOperands =
       std::tuple(Arg<Token>("rows", {Dim::N, Dim::A}, &Mxfp4Step::a),
                  Arg<F32>("row_scales", {Dim::N, Dim::X}, &Mxfp4Step::a_scales).When(kScaled),
                  Arg<U8>("tiles", {Dim::G, Dim::Y, Dim::Z, kMxfp4AtomBytes}, &Mxfp4Step::b),
-                 Arg<I32>("group_sizes", {Dim::G}, &Mxfp4Step::sizes));
+                 Arg<I32>("group_sizes", {Dim::G}, &Mxfp4Step::sizes),
+                 Arg<F32>("bias", {Dim::G, kSides, Dim::B}, &Mxfp4Step::bias).Optional());
   static constexpr auto kResults = std::tuple(Ret<Output>("out", {Dim::N, Dim::B}, &Mxfp4Step::d));
-  static constexpr auto kAttributes = std::tuple(kScaled, kOutDtype);
+  static constexpr auto kAttributes =
+      std::tuple_cat(std::tuple(kScaled, kOutDtype), kActivationOptions);
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);

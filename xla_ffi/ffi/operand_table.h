@@ -24,6 +24,7 @@
 
 #include "ffi/checker.h"
 #include "ffi/encoding.h"
+#include "protocol/matmul_steps.h"
 #include "protocol/options.h"
 
 namespace jax_ep::ffi_layer {
@@ -85,7 +86,7 @@ class Sizes {
 
 // What a call has besides its step: attributes, and what follows from them and from the buffers.
 // FillStep copies options into the step.
-struct CallState : DispatchOptions, CombineOptions {
+struct CallState : DispatchOptions, CombineOptions, ActivationOptions {
   int64_t key = 0, site = 0, num_experts = 0, expert_alignment = 1;
   bool in_halves = false;
   bool gradients = false;   // the rows that a combine sends are gradients
@@ -94,6 +95,8 @@ struct CallState : DispatchOptions, CombineOptions {
   bool keep = false;        // gate and up are a result
   bool exact = false;       // float32 is multiplied as such, not as TF32
   bool transposed = false;  // the transposed codes of matrices are a result
+  bool with_up = false;     // the matrices of up are an operand of their own
+  int64_t side = -1;        // which side of rows a matmul takes; -1: they have only one
   std::string_view format, combine_dtype, out_dtype;
   // Of a router.
   bool with_bias = false;
@@ -186,6 +189,7 @@ inline constexpr auto kScaled = Attr("scaled", &CallState::scaled);
 inline constexpr auto kKeep = Attr("keep", &CallState::keep);
 inline constexpr auto kExact = Attr("exact", &CallState::exact);
 inline constexpr auto kTransposed = Attr("transposed", &CallState::transposed);
+inline constexpr auto kSide = Attr("side", &CallState::side);
 inline constexpr auto kOutDtype = Attr("out_dtype", &CallState::out_dtype);
 inline constexpr auto kCombineDtype = Attr("combine_dtype", &CallState::combine_dtype);
 inline constexpr auto kGradients = Attr("gradients", &CallState::gradients);
@@ -197,6 +201,10 @@ inline constexpr auto kDispatchOptions =
 inline constexpr auto kCombineOptions =
     std::tuple(kCombineDtype, kGradients JAX_EP_COMBINE_OPTIONS(JAX_EP_ATTRIBUTE));
 #undef JAX_EP_ATTRIBUTE
+// What matmuls take whose results go through an activation.
+inline constexpr auto kActivationOptions =
+    std::tuple(Attr("activation", &CallState::activation), Attr("alpha", &CallState::alpha),
+               Attr("limit", &CallState::limit));
 
 // Shapes may depend on a flag: a bool among the attributes, or one of these, which follow from
 // others.
@@ -207,6 +215,7 @@ inline constexpr Flag kWithEntryWeights =
     Attr("with_entry_weights", &CallState::with_entry_weights);
 inline constexpr Flag kWithShared = Attr("with_shared", &CallState::with_shared);
 inline constexpr Flag kWithWeights = Attr("with_weights", &CallState::with_weights);
+inline constexpr Flag kWithUp = Attr("with_up", &CallState::with_up);
 inline constexpr Flag kQuantized = Attr("quantized", &CallState::quantized);
 inline constexpr Flag kPlain = Attr("plain", &CallState::plain);
 inline constexpr Flag kTiled = Attr("tiled", &CallState::tiled);

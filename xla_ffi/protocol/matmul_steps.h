@@ -5,8 +5,11 @@
 // stays in its row. Sizes that are negative or reach past M are clamped.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <string_view>
 
+#include "protocol/options.h"
 #include "protocol/steps.h"
 
 namespace jax_ep {
@@ -16,7 +19,7 @@ namespace jax_ep {
 enum class MatmulKind {
   kFprop,         // [M, K] x [L, K, N] -> [M, N]
   kDgrad,         // [M, K] x [L, N, K] -> [M, N]
-  kGateUp,        // [M, K] x [L, K, 2, N] -> h [M, N] = silu(gate) * up
+  kGateUp,        // [M, K] x [L, K, 2, N] -> h [M, N], the activation of gate and up
   kDownDgrad,     // [M, K] x [L, N, K], cotangents of h -> those of gate and up [M, 2, N]
   kWgrad,         // [M, K] x [M, N] -> [L, K, N], sums over each group's rows
   kFp8Matmul,     // kDgrad in fp8, or with transposed weights fprop
@@ -26,7 +29,25 @@ enum class MatmulKind {
 
 JAX_EP_HOST_DEVICE constexpr bool IsFp8(MatmulKind kind) { return kind >= MatmulKind::kFp8Matmul; }
 
-struct MatmulStep {
+// h, a function of gate and up. s is the sigmoid.
+enum class Activation : int32_t {
+  kSwiGlu,         // gate * s(gate) * up
+  kSwiGluClamped,  // g * s(alpha * g) * (u + 1): g = min(gate, limit), u in [-limit, limit]
+  kGeGlu,          // gelu(gate) * up, gelu by tanh
+  kReluSquared,    // max(gate, 0)^2 * up
+};
+template <>
+inline constexpr std::array<std::string_view, 4> kWordsOf<Activation>{"swiglu", "swiglu_clamped",
+                                                                      "geglu", "relu_squared"};
+
+// Of kinds with gate and up.
+struct ActivationOptions {
+  Activation activation{};
+  float alpha{};
+  float limit{};
+};
+
+struct MatmulStep : ActivationOptions {
   MatmulKind kind;
   // Whether it is for GPUs of compute capability 8.0 and newer, not for Hopper alone: of the kinds
   // before kFp8Matmul. Operands may then be float32, which is rounded to TF32 unless it is `exact`.
@@ -43,6 +64,14 @@ struct MatmulStep {
   const void* a;
   const float* a_scales;  // of fp8: [M, K / 128]
   const void* b;
+  // kGateUp: the matrices of up [L, K, N], with those of gate in `b`; or null, if `b` has both.
+  // kDgrad: with the matrices of gate in `b`, A is [M, 2, K], and D sums over gate and up.
+  const void* b_up;
+  // kWgrad: rows of B have as many sides of N columns, of which this multiplies one.
+  int64_t b_sides = 1;
+  // Null, or what is added to the float32 sums: [L, N] in kFprop and kFp8Matmul, and in kinds that
+  // make h [L, 2, N], before the activation.
+  const float* bias;
   // Of fp8, per 128 x 128 of a matrix. The scale of block i of K and block j of N (and of side s in
   // kFp8GateUp) is at g * scales_per_group + i * scales_per_k + s * scales_per_side + j *
   // scales_per_n, so that the weights and their transpose share an array of scales.
@@ -77,7 +106,7 @@ struct MatmulStep {
 // Both matmuls of SwiGLU experts: kGateUp, whose h is A of the second one, and kFprop; or those of
 // fp8. [M, H] x [L, H, 2, F] -> h [M, F], x [L, F, H] -> [M, H]. In fp8 h is quantised, and the
 // matrices are transposed, [L, 2, F, H] and [L, H, F].
-struct ExpertsStep {
+struct ExpertsStep : ActivationOptions {
   bool fp8;
   ElementType element;      // as in MatmulStep
   ElementType out_element;  // of D in fp8
@@ -89,9 +118,12 @@ struct ExpertsStep {
   const void* a;
   const float* a_scales;  // of fp8: [M, H / 128]
   const void* gate_up;
+  const void* up;               // the matrices of up, with those of gate in `gate_up`; or null
   const float* gate_up_scales;  // [L, H / 128, 2, F / 128]
+  const float* gate_up_bias;    // [L, 2, F], or null
   const void* down;
   const float* down_scales;  // [L, F / 128, H / 128]
+  const float* down_bias;    // [L, H], or null
   void* h;
   float* h_scales;  // [M, F / 128]
   void* d;
@@ -100,7 +132,9 @@ struct ExpertsStep {
     MatmulStep step = Matmul(fp8 ? MatmulKind::kFp8GateUp : MatmulKind::kGateUp);
     step.k = hidden, step.n = inner;
     step.a = a, step.a_scales = a_scales;
-    step.b = gate_up, step.b_scales = gate_up_scales;
+    step.b = gate_up, step.b_up = up, step.b_scales = gate_up_scales;
+    step.bias = gate_up_bias;
+    static_cast<ActivationOptions&>(step) = *this;
     step.d = h, step.d_scales = h_scales;
     step.SetGateUpScales();
     return step;
@@ -110,6 +144,7 @@ struct ExpertsStep {
     step.k = inner, step.n = hidden;
     step.a = h, step.a_scales = h_scales;
     step.b = down, step.b_scales = down_scales;
+    step.bias = down_bias;
     step.d = d;
     step.SetScales(true);
     return step;
@@ -159,8 +194,8 @@ inline constexpr int64_t kMxfp4AtomBytes = kMxfp4BlockN * kMxfp4AtomK / 2 + kMxf
 inline constexpr int64_t kMxfp4Align = 128;
 
 // A matmul with such matrices, for few rows. Rows, NaN and sizes are treated as in MatmulStep.
-struct Mxfp4Step {
-  bool gate_up;             // whether SwiGLU follows
+struct Mxfp4Step : ActivationOptions {
+  bool gate_up;             // whether the activation follows
   ElementType out_element;  // bfloat16 or float32
   int64_t m;
   int64_t groups;  // L
@@ -170,7 +205,8 @@ struct Mxfp4Step {
   const void* a;          // [M, K] of bfloat16
   const float* a_scales;  // null, or factors of A [M, K / 128]
   const uint8_t* b;
-  void* d;  // [M, N]
+  const float* bias;  // as in MatmulStep
+  void* d;            // [M, N]
 };
 
 }  // namespace jax_ep

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/matmul/activations.cuh"
 #include "cuda/matmul/drain.cuh"
 #include "cuda/matmul/scheduler.cuh"
 #include "cuda/matmul/step.h"
@@ -15,11 +16,12 @@
 namespace jax_ep::cuda {
 
 // What an epilogue reads of a MatmulStep.
-struct ResultArguments {
+struct ResultArguments : ActivationOptions {
   uint8_t* d;
   float* d_scales;
   uint8_t* gate_up_rows;
   uint8_t* to_gate_up_rows;
+  const float* bias;
   int32_t n;
   int32_t d_sides;  // of each row of D
   ElementType element;
@@ -35,6 +37,10 @@ struct Results : ResultArguments {
   __device__ ResultMatrix D(int64_t element_bytes) const {
     return {d, d_map, n, element_bytes * d_sides * n};
   }
+  // Whose elements there are where `bias` is not null: a group's bias of a side.
+  __device__ const float* Bias(int32_t group, int32_t side, int32_t sides) const {
+    return bias + (int64_t{group} * sides + side) * n;
+  }
   // `matrix`: gate_up_rows or to_gate_up_rows.
   __device__ ResultMatrix GateUpRows(uint8_t* matrix) const {
     return {matrix, gate_up_rows_map, n, int64_t{n} * 4};
@@ -46,6 +52,7 @@ struct ResultPlace {
   int64_t row;     // of the result
   int32_t rows;    // how many of the warp's 16 rows exist
   int32_t column;  // of a side
+  int32_t group;
 
   __device__ DrainRows Of(const ResultMatrix& matrix) const { return DrainRows(matrix, row, rows); }
 };
@@ -67,20 +74,6 @@ template <ElementType kType>
 struct FixedElement {
   __device__ explicit FixedElement(ElementType) {}
   __device__ operator ElementType() const { return kType; }
-};
-
-struct Swish {
-  float sigmoid;
-  float silu;
-
-  __device__ explicit Swish(float gate) {
-    constexpr float kLog2E = 1.44269504f;
-    sigmoid = FastReciprocal(Add(1.0f, ExpTwo(Multiply(gate, -kLog2E))));
-    silu = Multiply(gate, sigmoid);
-  }
-  __device__ float derivative() const {
-    return FusedMultiplyAdd(silu, Add(1.0f, -sigmoid), sigmoid);
-  }
 };
 
 // Stores 128 columns in fp8, with one scale for each of the lane's two rows, which lie in the
@@ -156,18 +149,34 @@ __device__ __forceinline__ void StoreElements(Drain& drain, const DrainRows& row
   }
 }
 
+// Adds a group's bias of a side to 8 * kChunks columns of a warp's sums.
+template <int kChunks>
+__device__ __forceinline__ void AddBias(float* sums, const float* bias, int32_t column,
+                                        int32_t columns) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const int32_t at = column + 8 * c;
+    if (at < columns) AddTwo(sums + 4 * c, bias + at + Lane() % 4 * 2);
+  }
+}
+
 // Which element type D of StoreSums has.
 enum class ElementD { kElement, kFloat32, kEither };
 
 // D [M or L * K, N].
-template <ElementD kElementD>
+template <ElementD kElementD, bool kMayHaveBias>
 struct StoreSums {
   static constexpr int kSides = 1;
   static constexpr int kBlockN = kMostBlockN;
 
   template <typename Type>
-  __device__ static void Run(const float (&sums)[128], const Results& to, const ResultPlace& place,
+  __device__ static void Run(float (&sums)[128], const Results& to, const ResultPlace& place,
                              Drain& drain) {
+    if constexpr (kMayHaveBias) {
+      if (to.bias != nullptr) {
+        AddBias<32>(sums, to.Bias(place.group, 0, 1), place.column, to.n);
+      }
+    }
     if (kElementD == ElementD::kFloat32 ||
         (kElementD == ElementD::kEither && to.out_element == ElementType::kFloat32)) {
       const DrainRows rows = place.Of(to.D(4));
@@ -187,7 +196,7 @@ struct StoreSums {
 
 // The tile is 128 columns of gate, then the same columns of up.
 template <bool kFp8>
-struct SwiGlu {
+struct Activate {
   static constexpr int kSides = 2;
   static constexpr int kBlockN = kMostBlockN;
 
@@ -195,13 +204,23 @@ struct SwiGlu {
   __device__ static void Run(float (&sums)[128], const Results& to, const ResultPlace& place,
                              Drain& drain) {
     const Type type(to.element);
+    if (to.bias != nullptr) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        AddBias<16>(sums + 64 * side, to.Bias(place.group, side, 2), place.column, to.n);
+      }
+    }
     if (to.gate_up_rows != nullptr) {
       const DrainRows rows = place.Of(to.GateUpRows(to.gate_up_rows));
       StoreElements<2>(drain, rows, type, sums, 0, place.column, to.n);
       StoreElements<2>(drain, rows, type, sums + 64, 1, place.column, to.n);
     }
+    WithActivation(to, [&](auto activation) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] = Multiply(Swish(sums[i]).silu, sums[64 + i]);
+      for (int i = 0; i < 64; ++i) {
+        sums[i] = Multiply(activation.OfGate(sums[i]), activation.OfUp(sums[64 + i]));
+      }
+    });
     if constexpr (kFp8) {
       StoreFp8(drain, place, sums, kNoInputScale, to, 0);
     } else {
@@ -214,7 +233,7 @@ struct SwiGlu {
 // each a step ahead of its use. No element is read after it was written, so `gate_up_rows` and
 // `to_gate_up_rows` may be one array.
 template <bool kFp8>
-struct SwiGluDgrad {
+struct ActivateDgrad {
   static constexpr int kSides = 1;
   static constexpr int kBlockN = kFp8 ? 128 : kMostBlockN;
 
@@ -229,6 +248,16 @@ struct SwiGluDgrad {
   }
 
  private:
+  // WithActivation, where only the function of up matters.
+  template <typename Run>
+  __device__ __forceinline__ static void WithUp(const ActivationOptions& options, Run run) {
+    if (options.activation == Activation::kSwiGluClamped) {
+      run(ActivationOf<Activation::kSwiGluClamped>(options));
+    } else {
+      run(ActivationOf<Activation::kSwiGlu>(options));
+    }
+  }
+
   template <typename Type>
   __device__ static void Run16(Type type, float (&sums)[128], const Results& to,
                                const ResultPlace& place, Drain& drain) {
@@ -244,18 +273,29 @@ struct SwiGluDgrad {
       drain.Take();
       drain.Put(ahead);
       ahead = drain.Load(from, 1, column);
+      WithActivation(to, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float to_up[2];
-        BackToUp(type, drain.Word(i / 2, i % 2), sums + 2 * i, to_up);
-        up_words[i] = RoundTwo(type, to_up[0], to_up[1]);
-      }
+        for (int i = 0; i < 16; ++i) {
+          float to_up[2];
+          BackToUp(activation, type, drain.Word(i / 2, i % 2), sums + 2 * i, to_up);
+          up_words[i] = RoundTwo(type, to_up[0], to_up[1]);
+        }
+      });
       drain.Put(ahead);
       if (part < 3) ahead = drain.Load(from, 0, column + 64);
-      drain.Store16<true>(rows, 0, column, [&](uint32_t c, uint32_t r) {
-        float* two = sums + 4 * c + 2 * r;
-        BackToGate(type, drain.Word(c, r), two);
-        return RoundTwo(type, two[0], two[1]);
+      WithUp(to, [&](auto activation) {
+        drain.Store16<true>(rows, 0, column, [&](uint32_t c, uint32_t r) {
+          float* two = sums + 4 * c + 2 * r;
+          const uint32_t up = drain.Word(c, r);
+          BackToGate(activation, type, up, two);
+          if constexpr (!decltype(activation)::kUpIsPlain) {
+            uint32_t& word = up_words[2 * c + r];
+            float to_up[2] = {FloatOf(type, word), FloatOf(type, word >> 16)};
+            ThroughUp(activation, type, up, to_up);
+            word = RoundTwo(type, to_up[0], to_up[1]);
+          }
+          return RoundTwo(type, two[0], two[1]);
+        });
       });
       drain.Store16(rows, 1, column, [&](uint32_t c, uint32_t r) { return up_words[2 * c + r]; });
 #pragma unroll
@@ -263,21 +303,32 @@ struct SwiGluDgrad {
     }
   }
 
-  // Takes cotangents of h and two elements of gate. Computes the cotangents of up, and leaves in
-  // `sums` what must be multiplied by up to give the cotangents of gate.
-  template <typename Type>
-  __device__ static void BackToUp(Type type, uint32_t gate, float* sums, float* to_up) {
+  // Takes cotangents of h and two elements of gate. Computes the cotangents of OfUp(up), and leaves
+  // in `sums` what must be multiplied by OfUp(up) to give the cotangents of gate.
+  template <typename Of, typename Type>
+  __device__ static void BackToUp(Of activation, Type type, uint32_t gate, float* sums,
+                                  float* to_up) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Swish swish(FloatOf(type, gate >> 16 * i));
-      to_up[i] = Multiply(sums[i], swish.silu);
-      sums[i] = Multiply(sums[i], swish.derivative());
+      const GateAndDerivative of_gate = activation.Both(FloatOf(type, gate >> 16 * i));
+      to_up[i] = Multiply(sums[i], of_gate.value);
+      sums[i] = Multiply(sums[i], of_gate.derivative);
     }
   }
-  template <typename Type>
-  __device__ static void BackToGate(Type type, uint32_t up, float* sums) {
+  template <typename Of, typename Type>
+  __device__ static void BackToGate(Of activation, Type type, uint32_t up, float* sums) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sums[i] = Multiply(sums[i], FloatOf(type, up >> 16 * i));
+    for (int i = 0; i < 2; ++i) {
+      sums[i] = Multiply(sums[i], activation.OfUp(FloatOf(type, up >> 16 * i)));
+    }
+  }
+  // Makes cotangents of up of those of OfUp(up).
+  template <typename Of, typename Type>
+  __device__ static void ThroughUp(Of activation, Type type, uint32_t up, float* to_up) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      to_up[i] = Multiply(to_up[i], activation.UpDerivative(FloatOf(type, up >> 16 * i)));
+    }
   }
 
   __device__ static void Swap(float& a, float& b) {
@@ -308,14 +359,24 @@ struct SwiGluDgrad {
     for (int half = 0; half < 2; ++half) {
       drain.Put(ahead);
       ahead = drain.Load(from, 1, column + half * 64);
+      WithActivation(to, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        BackToUp(type, drain.Word(i / 2, i % 2), sums + 2 * i, to_up + 2 * i);
-      }
+        for (int i = 0; i < 16; ++i) {
+          BackToUp(activation, type, drain.Word(i / 2, i % 2), sums + 2 * i, to_up + 2 * i);
+        }
+      });
       drain.Put(ahead);
       if (half == 0) ahead = drain.Load(from, 0, column + 64);
+      WithUp(to, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) BackToGate(type, drain.Word(i / 2, i % 2), sums + 2 * i);
+        for (int i = 0; i < 16; ++i) {
+          const uint32_t up = drain.Word(i / 2, i % 2);
+          BackToGate(activation, type, up, sums + 2 * i);
+          if constexpr (!decltype(activation)::kUpIsPlain) {
+            ThroughUp(activation, type, up, to_up + 2 * i);
+          }
+        }
+      });
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         Swap(sums[i], sums[32 + i]);

@@ -15,7 +15,24 @@ struct FewRowsPlace {
   int64_t row;     // of the result
   int32_t rows;    // how many exist
   int32_t column;  // of the warp's 16
+  int32_t group;
 };
+
+// Adds a group's bias of a side to a warp's 16 columns.
+template <int kRows>
+__device__ __forceinline__ void AddBiasOfColumns(float (&sums)[kRows / 2],
+                                                 const FewRowsPlace& place, const float* bias,
+                                                 int32_t columns) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t column = place.column + static_cast<int32_t>(Lane() / 4) + 8 * r;
+    const float own = column < columns ? bias[column] : 0.0f;
+#pragma unroll
+    for (int at = 2 * r; at < kRows / 2; at += 4) {
+      sums[at] = Add(sums[at], own), sums[at + 1] = Add(sums[at + 1], own);
+    }
+  }
+}
 
 // What the epilogues use of shared memory.
 struct FewRowsMemory {
@@ -152,9 +169,19 @@ struct FewRowsStore {
     const typename Traits::Type type(kKind == MatmulKind::kFp8Matmul ? to.out_element : to.element);
     if constexpr (Traits::kGateUp) {
       place.column = first + static_cast<int32_t>(warpgroup) * 64 + of_warp;
-      float (&h)[kRows / 2] = sums[0];
+      if (to.bias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) h[i] = Multiply(Swish(sums[0][i]).silu, sums[1][i]);
+        for (int side = 0; side < 2; ++side) {
+          AddBiasOfColumns<kRows>(sums[side], place, to.Bias(place.group, side, 2), to.n);
+        }
+      }
+      float (&h)[kRows / 2] = sums[0];
+      WithActivation(to, [&](auto activation) {
+#pragma unroll
+        for (int i = 0; i < kRows / 2; ++i) {
+          h[i] = Multiply(activation.OfGate(sums[0][i]), activation.OfUp(sums[1][i]));
+        }
+      });
       if constexpr (Traits::kFp8) {
         StoreColumnsFp8<kRows>(h, place, to, memory);
       } else if (place.column < to.n) {
@@ -165,6 +192,9 @@ struct FewRowsStore {
       for (int box = 0; box < 2; ++box) {
         place.column = first + static_cast<int32_t>(warpgroup) * 128 + box * 64 + of_warp;
         if (place.column >= to.n) break;
+        if (to.bias != nullptr) {
+          AddBiasOfColumns<kRows>(sums[box], place, to.Bias(place.group, 0, 1), to.n);
+        }
         if (kKind == MatmulKind::kFp8Matmul && to.out_element == ElementType::kFloat32) {
           StoreColumns32<kRows>(sums[box], place, reinterpret_cast<float*>(to.d), to.n);
         } else {
@@ -291,14 +321,14 @@ struct FewRows {
     if (tile.column < results.n && !HasGivenUp(memory.shared.ring)) {
       const FewRowsMemory few{memory.drains, memory.shared.exchanged, &memory.shared.ring.given_up,
                               warp, turn};
-      FewRowsStore<Traits, kRows>::Run(sums, results, {tile.row, tile.rows, tile.column}, warpgroup,
-                                       few);
+      FewRowsStore<Traits, kRows>::Run(
+          sums, results, {tile.row, tile.rows, tile.column, tile.group}, warpgroup, few);
     }
     // Waits of the epilogue may have been given up as well.
     if (HasGivenUp(memory.shared.ring)) {
       // A warp's share of the tile's rows: nobody may mistake sums for a result.
       const int32_t first = static_cast<int32_t>(warp % 4 * kWarpRows);
-      const ResultPlace place{tile.row + first, tile.rows - first, 0};
+      const ResultPlace place{tile.row + first, tile.rows - first, 0, tile.group};
       if (warpgroup == 0 && place.rows > 0) {
         FillWithNans(place, results, Traits::DBytes(results.out_element));
       }

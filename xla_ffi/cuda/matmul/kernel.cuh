@@ -28,15 +28,27 @@ struct StageAddresses {
   uint32_t full;
 };
 
+// Where a block of K begins.
+struct KPlace {
+  int32_t side;  // kDgrad: 1 in the matrices of up
+  int32_t k;
+};
+
+template <typename Traits>
+__device__ __forceinline__ KPlace FindK(int32_t k_block, int32_t side_blocks) {
+  const bool is_up = Traits::kKind == MatmulKind::kDgrad && k_block >= side_blocks;
+  return {is_up, (is_up ? k_block - side_blocks : k_block) * static_cast<int32_t>(Traits::kBlockK)};
+}
+
 // Loads a block of K of A. One thread calls it.
 template <typename Traits>
 __device__ __forceinline__ void LoadA(const CUtensorMap* map, const Tile& tile, int32_t k_block,
-                                      uint32_t rank, const StageAddresses& stage) {
-  const int32_t k = k_block * static_cast<int32_t>(Traits::kBlockK);
+                                      const KPlace& at, uint32_t rank,
+                                      const StageAddresses& stage) {
   const auto load = [&](uint32_t box, bool multicast) {
     const int32_t row = tile.row + static_cast<int32_t>(box) * 64;
-    BoxPlace place{{k, row, 0, 0}};
-    if constexpr (Traits::kAMnMajor) place = {{row, tile.first + k, 0, 0}};
+    BoxPlace place{{at.k, at.side, row, 0}};
+    if constexpr (Traits::kAMnMajor) place = {{row, 0, tile.first + at.k, 0}};
     const uint32_t to = stage.operands + box * kBoxBytes;
     multicast ? TensorLoadMulticast(to, map, place, stage.full)
               : TensorLoad(to, map, place, stage.full);
@@ -55,15 +67,17 @@ __device__ __forceinline__ void LoadA(const CUtensorMap* map, const Tile& tile, 
 
 // Loads a block of K of B. One thread calls it.
 template <typename Traits>
-__device__ __forceinline__ void LoadB(const CUtensorMap* map, const Tile& tile, int32_t k_block,
+__device__ __forceinline__ void LoadB(const MatmulMaps& maps, const Tile& tile, const KPlace& at,
                                       uint32_t rank, const StageAddresses& stage) {
-  const int32_t k = k_block * static_cast<int32_t>(Traits::kBlockK);
   const auto load = [&](uint32_t box, bool multicast) {
     constexpr uint32_t kPerSide = Traits::kBBoxes / Traits::kSides;
     const int32_t side = static_cast<int32_t>(box / kPerSide);
     const int32_t column = tile.column + static_cast<int32_t>(box % kPerSide) * 64;
-    BoxPlace place{{k, column, side, tile.group}};
-    if constexpr (Traits::kBMnMajor) place = {{column, side, k, tile.group}};
+    const CUtensorMap* map = &maps.b;
+    if (Traits::kHasUpMap && side + at.side > 0) map = &maps.b_up;
+    const int32_t k = at.k, of_map = Traits::kHasUpMap ? 0 : side;
+    BoxPlace place{{k, column, of_map, tile.group}};
+    if constexpr (Traits::kBMnMajor) place = {{column, of_map, k, tile.group}};
     if constexpr (Traits::kWgrad) place = {{column, 0, tile.first + k, 0}};
     const uint32_t to = stage.operands + (kABoxes + box) * kBoxBytes;
     multicast ? TensorLoadMulticast(to, map, place, stage.full)
@@ -84,7 +98,8 @@ __device__ __forceinline__ void LoadB(const CUtensorMap* map, const Tile& tile, 
 // Called by one warp for A and by another for B. The previous kernel may write A; B is there before
 // it begins (ApplyExperts).
 template <typename Traits, bool kIsB>
-__device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const MatmulMemory& memory) {
+__device__ __forceinline__ void LoadOperands(const MatmulMaps& maps, int32_t side_blocks,
+                                             const MatmulMemory& memory) {
   MatmulShared& shared = memory.shared;
   TileReader tiles(shared.ring);
   const uint32_t rank = Uniform(ClusterRank());
@@ -104,10 +119,11 @@ __device__ __forceinline__ void LoadOperands(const CUtensorMap* map, const Matmu
       if (IsElected()) {
         const StageAddresses stage{operands + at.slot() * kStageBytes,
                                    full + at.slot() * static_cast<uint32_t>(sizeof(uint64_t))};
+        const KPlace k = FindK<Traits>(k_block, side_blocks);
         if constexpr (kIsB) {
-          LoadB<Traits>(map, tile, k_block, rank, stage);
+          LoadB<Traits>(maps, tile, k, rank, stage);
         } else {
-          LoadA<Traits>(map, tile, k_block, rank, stage);
+          LoadA<Traits>(&maps.a, tile, k_block, k, rank, stage);
         }
       }
       __syncwarp();
@@ -347,7 +363,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     }
     const uint32_t a_box = tile.half() ? 0 : warpgroup;
     const int32_t row = static_cast<int32_t>(a_box * 64 + warp * kWarpRows);
-    ResultPlace place{tile.row + row, tile.rows - row, tile.column};
+    ResultPlace place{tile.row + row, tile.rows - row, tile.column, tile.group};
     if constexpr (Traits::kWgrad) {
       place.row += static_cast<int64_t>(tile.group) * arguments.scheduler.d_rows;
     }
@@ -382,6 +398,7 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
     for (const CUtensorMap* map : {&maps.a, &maps.b, &maps.d, &maps.gate_up_rows}) {
       PrefetchTensorMap(map);
     }
+    if constexpr (Traits::kHasUpMap) PrefetchTensorMap(&maps.b_up);
     for (uint32_t stage = 0; stage < kStages; ++stage) {
       MbarrierInit(&shared.full[stage], kLoadWarps);
       MbarrierInit(&shared.empty[stage], 2 * kMathWarps);
@@ -397,12 +414,12 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
     ShrinkRegisters<kLoadRegisters>();
     const uint32_t warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
-      LoadOperands<Traits, false>(&maps.a, memory);
+      LoadOperands<Traits, false>(maps, arguments.side_blocks, memory);
     } else if (warp == 1) {
       ScheduleTiles<Traits::kWgrad, Traits::kFew>(arguments.scheduler, Traits::kBlockK,
                                                   shared.ring);
     } else if (warp == 3) {
-      LoadOperands<Traits, true>(&maps.b, memory);
+      LoadOperands<Traits, true>(maps, arguments.side_blocks, memory);
     } else if (Traits::kFp8) {
       LoadScales(arguments.scales, arguments.scheduler.m, Traits::kGateUp, arguments.result.n,
                  memory);

@@ -8,42 +8,53 @@
 
 namespace jax_ep::cuda {
 
-inline cudaError_t MapA(const MatmulStep& step, CUtensorMap* map) {
-  const int64_t bytes = IsFp8(step.kind) ? 1 : 2;
-  const int64_t row = step.k * bytes, all = step.m * row;
-  const MappedTensor tensor{step.a,
-                            bytes,
-                            {step.k, step.m, 1, 1},
-                            {row, all, all},
-                            {static_cast<uint32_t>(kBlockKBytes / bytes), 64, 1, 1}};
+// Dimensions are in the order of LoadA.
+template <typename Traits>
+cudaError_t MapA(const MatmulStep& step, CUtensorMap* map) {
+  const int64_t bytes = Traits::kFp8 ? 1 : 2;
+  const int64_t sides = Traits::kKind == MatmulKind::kDgrad && step.b_up != nullptr ? 2 : 1;
+  const int64_t side = step.k * bytes, row = sides * side;
+  const auto box = static_cast<uint32_t>(kBlockKBytes / bytes);
+  const MappedTensor tensor{
+      step.a, bytes, {step.k, sides, step.m, 1}, {side, row, step.m * row}, {box, 1, 64, 1}};
   return MakeTensorMap(tensor, map);
 }
 
 // Dimensions are in the order of LoadB.
 template <typename Traits>
-cudaError_t MapB(const MatmulStep& step, CUtensorMap* map) {
-  MappedTensor tensor{};
-  tensor.base = step.b;
-  tensor.element_bytes = Traits::kFp8 ? 1 : 2;
-  constexpr int64_t kSides = Traits::kGateUp ? 2 : 1;
-  const int64_t columns = step.n * tensor.element_bytes;
-  const int64_t k = step.k * tensor.element_bytes;
-  if constexpr (Traits::kBMnMajor) {
-    const int64_t contracted = Traits::kWgrad ? step.m : step.k;
-    const int64_t matrices = Traits::kWgrad ? 1 : step.groups;
-    tensor = {step.b,
-              tensor.element_bytes,
-              {step.n, kSides, contracted, matrices},
-              {columns, kSides * columns, contracted * kSides * columns},
-              {64, 1, 64, 1}};
-  } else {
-    tensor = {step.b,
-              tensor.element_bytes,
-              {step.k, step.n, kSides, step.groups},
-              {k, step.n * k, kSides * step.n * k},
-              {static_cast<uint32_t>(kBlockKBytes / tensor.element_bytes), 64, 1, 1}};
-  }
-  return MakeTensorMap(tensor, map);
+cudaError_t MapB(const MatmulStep& step, MatmulMaps* maps) {
+  const int64_t bytes = Traits::kFp8 ? 1 : 2;
+  // Of gate and up in one array, each kind takes both by one map or by two.
+  const bool joined = Traits::kGateUp && step.b_up == nullptr;
+  const int64_t in_map = joined && !Traits::kHasUpMap ? 2 : 1;
+  const int64_t in_row = joined ? 2 : Traits::kWgrad ? step.b_sides : 1;
+  const auto map_of = [&](const void* base, CUtensorMap* map) {
+    MappedTensor tensor{};
+    if constexpr (Traits::kBMnMajor) {
+      const int64_t contracted = Traits::kWgrad ? step.m : step.k;
+      const int64_t matrices = Traits::kWgrad ? 1 : step.groups;
+      const int64_t side = step.n * bytes, row = in_row * side;
+      tensor = {base,
+                bytes,
+                {step.n, in_map, contracted, matrices},
+                {side, row, contracted * row},
+                {64, 1, 64, 1}};
+    } else {
+      const int64_t column = step.k * bytes, side = step.n * column;
+      tensor = {base,
+                bytes,
+                {step.k, step.n, in_map, step.groups},
+                {column, side, in_map * side},
+                {static_cast<uint32_t>(kBlockKBytes / bytes), 64, 1, 1}};
+    }
+    return MakeTensorMap(tensor, map);
+  };
+  const cudaError_t error = map_of(step.b, &maps->b);
+  if (!Traits::kHasUpMap || error != cudaSuccess) return error;
+  // Nobody uses it where there is no up.
+  const void* up = step.b_up;
+  if (up == nullptr) up = static_cast<const uint8_t*>(step.b) + (joined ? step.n * bytes : 0);
+  return map_of(up, &maps->b_up);
 }
 
 // Maps results [rows, sides, N] as warps store them.
@@ -86,8 +97,8 @@ cudaError_t AllowShared() {
 template <typename Traits>
 cudaError_t LaunchMatmul(const MatmulStep& step, bool early, cudaStream_t stream) {
   MatmulMaps maps;
-  cudaError_t error = MapA(step, &maps.a);
-  if (error == cudaSuccess) error = MapB<Traits>(step, &maps.b);
+  cudaError_t error = MapA<Traits>(step, &maps.a);
+  if (error == cudaSuccess) error = MapB<Traits>(step, &maps);
   if (error == cudaSuccess) error = MapResults<Traits>(step, &maps);
   int device = 0, processors = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
@@ -104,11 +115,15 @@ cudaError_t LaunchMatmul(const MatmulStep& step, bool early, cudaStream_t stream
   scheduler.d_rows = static_cast<int32_t>(step.k);
   scheduler.block_n = Traits::kSideN;
   scheduler.n_tiles = static_cast<int32_t>(DivideUp(step.n, Traits::kSideN));
-  scheduler.k_blocks = static_cast<int32_t>(DivideUp(step.k, Traits::kBlockK));
-  arguments.result = {static_cast<uint8_t*>(step.d),
+  arguments.side_blocks = static_cast<int32_t>(DivideUp(step.k, Traits::kBlockK));
+  const bool both = Traits::kKind == MatmulKind::kDgrad && step.b_up != nullptr;
+  scheduler.k_blocks = both ? 2 * arguments.side_blocks : arguments.side_blocks;
+  arguments.result = {step,
+                      static_cast<uint8_t*>(step.d),
                       step.d_scales,
                       static_cast<uint8_t*>(step.gate_up_rows),
                       static_cast<uint8_t*>(step.to_gate_up_rows),
+                      step.bias,
                       static_cast<int32_t>(step.n),
                       Traits::kDSides,
                       step.element,

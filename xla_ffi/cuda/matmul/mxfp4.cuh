@@ -10,6 +10,7 @@
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/shared_memory.cuh"
+#include "cuda/matmul/activations.cuh"
 #include "cuda/matmul/group_pieces.cuh"
 #include "cuda/matmul/hopper.cuh"
 #include "cuda/matmul/mxfp4.h"
@@ -402,8 +403,15 @@ __device__ __forceinline__ void StoreSumsOf(const Mxfp4Step& step, const Mxfp4Ti
   }
 }
 
-__device__ __forceinline__ float SwiGluOf(float gate, float up) {
-  return Multiply(Divide(gate, Add(1.0f, expf(-gate))), up);
+// Adds a group's bias of a side to the sums of one column tile of one row tile.
+__device__ __forceinline__ void AddBiasOf(const Mxfp4Step& step, int64_t side, int64_t column,
+                                          float (&sums)[4]) {
+  if (step.bias == nullptr) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float own = step.bias[side * step.n + column + half * 8 + Lane() / 4];
+    sums[2 * half] = Add(sums[2 * half], own), sums[2 * half + 1] = Add(sums[2 * half + 1], own);
+  }
 }
 
 // ---- The kernel ---------------------------------------------------------------------------------
@@ -421,9 +429,17 @@ __device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Ti
         static_cast<int64_t>(tile.n_tile) * (kMxfp4BlockN / 2) + Warp() * kMxfp4Run;
 #pragma unroll
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+      float (&gate)[4] = sums[0][row_tile], (&up)[4] = sums[1][row_tile];
+      AddBiasOf(step, 2 * int64_t{tile.group}, column, gate);
+      AddBiasOf(step, 2 * int64_t{tile.group} + 1, column, up);
       float h[4];
+      WithActivation(step, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) h[i] = SwiGluOf(sums[0][row_tile][i], sums[1][row_tile][i]);
+        for (int i = 0; i < 4; ++i) {
+          const float of_gate = activation.template OfGate<ExactSigmoid>(gate[i]);
+          h[i] = Multiply(of_gate, activation.OfUp(up[i]));
+        }
+      });
       StoreSumsOf(step, tile, row_tile, column, h);
     }
   } else {
@@ -433,6 +449,7 @@ __device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Ti
       for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
         const int64_t column = static_cast<int64_t>(tile.n_tile) * kMxfp4BlockN +
                                (Warp() * kColumnTiles + column_tile) * kMxfp4Run;
+        AddBiasOf(step, tile.group, column, sums[column_tile][row_tile]);
         StoreSumsOf(step, tile, row_tile, column, sums[column_tile][row_tile]);
       }
     }

@@ -39,9 +39,12 @@ struct MatmulTraits {
   static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kFp8GateUp;
   static constexpr bool kDownDgrad =
       kOf == MatmulKind::kDownDgrad || kOf == MatmulKind::kFp8DownDgrad;
-  using Epilogue =
-      std::conditional_t<kGateUp, SwiGlu<kFp8>,
-                         std::conditional_t<kDownDgrad, SwiGluDgrad<kFp8>, StoreSums<kElementD>>>;
+  static constexpr bool kMayHaveBias = kOf == MatmulKind::kFprop || kOf == MatmulKind::kFp8Matmul;
+  // Whether gate and up have maps of their own, as operands that N or K spans.
+  static constexpr bool kHasUpMap = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kDgrad;
+  using Epilogue = std::conditional_t<
+      kGateUp, Activate<kFp8>,
+      std::conditional_t<kDownDgrad, ActivateDgrad<kFp8>, StoreSums<kElementD, kMayHaveBias>>>;
   static constexpr int kSides = Epilogue::kSides;
   static constexpr int kBlockN = Epilogue::kBlockN;
   static constexpr int kSideN = kBlockN / kSides;
@@ -71,14 +74,16 @@ struct ScaleArguments {
   int64_t per_n;
 };
 
-// The maps of operands and results. `gate_up_rows` is of to_gate_up_rows in kinds that have it.
+// The maps of operands and results. `b_up` is that of up, and `b` that of gate, in kinds that have
+// Traits::kHasUpMap. `gate_up_rows` is of to_gate_up_rows in kinds that have it.
 struct MatmulMaps {
-  CUtensorMap a, b;
+  CUtensorMap a, b, b_up;
   CUtensorMap d, gate_up_rows;
 };
 
 struct MatmulArguments {
   SchedulerArguments scheduler;
+  int32_t side_blocks;  // kDgrad: blocks of K of each side
   ResultArguments result;
   ScaleArguments scales;
 };

@@ -11,6 +11,7 @@
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/shared_memory.cuh"
+#include "cuda/matmul/activations.cuh"
 #include "cuda/matmul/group_pieces.cuh"
 #include "cuda/portable/kinds.h"
 #include "cuda/portable/mma.cuh"
@@ -37,14 +38,19 @@ inline constexpr int32_t kBandTiles = 8;
 // More than the tiles that are loaded and not yet multiplied.
 inline constexpr int kRing = 8;
 
-struct Arguments {
+struct Arguments : ActivationOptions {
   const int32_t* sizes;
   int32_t groups;
   int32_t m;  // rows of all operands but matrices
   const uint8_t* a;
   const uint8_t* b;
-  int32_t k;  // columns of A: contracted, or of kWgrad the rows of D
-  int32_t n;  // columns of D, per side
+  int64_t to_up;     // bytes from a matrix of gate to that of up
+  int32_t k;         // contracted, of each side; of kWgrad the rows of D
+  int32_t k_sides;   // of K
+  int32_t n;         // columns of D, per side
+  int64_t row_n;     // columns of a row of B, where that lies across
+  int64_t matrix_n;  // columns of a matrix
+  const float* bias;
   uint8_t* d;
   uint8_t* gate_up_rows;
   uint8_t* to_gate_up_rows;
@@ -62,6 +68,7 @@ struct Traits {
   static constexpr int32_t kVector = 16 / kBytes;        // elements per copy
   static constexpr bool kWgrad = kKind == MatmulKind::kWgrad;
   static constexpr bool kGateUp = kKind == MatmulKind::kGateUp;
+  static constexpr bool kMayHaveBias = kGateUp || kKind == MatmulKind::kFprop;
   // A and B lie with M or N along their rows, not K.
   static constexpr bool kAAcross = kWgrad;
   static constexpr bool kBAcross = kWgrad || kGateUp || kKind == MatmulKind::kFprop;
@@ -75,7 +82,7 @@ struct Tile {
   int32_t rows;    // that exist, at most kBlockM
   int32_t column;  // the first one of a side
   int32_t first;   // kWgrad: the first row of the group
-  int32_t k;       // elements to contract
+  int32_t k;       // elements to contract, of each side
   int32_t steps;   // at least 1; 0 means that there are no more tiles
 };
 
@@ -155,7 +162,7 @@ __device__ Tile FindTile(const Arguments& with, const GroupStart* table, uint32_
   tile.row = m * kBlockM + (Traits::kWgrad ? 0 : piece.start);
   tile.rows = min(kBlockM, (Traits::kWgrad ? with.k : piece.size) - m * kBlockM);
   tile.k = Traits::kWgrad ? piece.size : with.k;
-  tile.steps = max(1, (tile.k + Traits::kStep - 1) / Traits::kStep);
+  tile.steps = max(1, (tile.k + Traits::kStep - 1) / Traits::kStep * with.k_sides);
   return tile;
 }
 
@@ -471,11 +478,6 @@ struct StoredPart {
   }
 };
 
-__device__ __forceinline__ float Sigmoid(float x) {
-  constexpr float kLog2E = 1.44269504f;
-  return FastReciprocal(1.0f + ExpTwo(-kLog2E * x));
-}
-
 // A lane's rows of a tile: two of each fragment of A.
 struct LaneRow {
   int64_t row;  // of D, or of kWgrad in the group's matrix
@@ -498,12 +500,35 @@ __device__ __forceinline__ void Take(const Sums& sums, int i, int half, int firs
   }
 }
 
+// The lane's elements of a group's bias of a side, in 32 columns from `at` on.
+struct BiasPart {
+  float values[8];
+
+  __device__ BiasPart(const Arguments& with, int64_t side, int32_t at) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int32_t column = at + 8 * c + Lane() % 4 * 2;
+      float2 two = make_float2(0.0f, 0.0f);
+      if (with.bias != nullptr && column < with.n) {
+        two = *reinterpret_cast<const float2*>(with.bias + side * with.n + column);
+      }
+      values[2 * c] = two.x, values[2 * c + 1] = two.y;
+    }
+  }
+  __device__ void AddTo(float (&sums)[8]) const {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sums[c] = Add(sums[c], values[c]);
+  }
+};
+
 template <typename Traits>
 __device__ __forceinline__ void FinishGateUp(const Arguments& with, const Tile& tile,
                                              const Sums& sums) {
   using Out = typename Traits::Out;
   const int64_t line = int64_t{with.n} * static_cast<int64_t>(sizeof(Out));
   const int32_t at = tile.column + Warp() % 4 * (kWarpN / 2);
+  const BiasPart of_gate(with, 2 * int64_t{tile.group}, at);
+  const BiasPart of_up(with, 2 * int64_t{tile.group} + 1, at);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -512,8 +537,14 @@ __device__ __forceinline__ void FinishGateUp(const Arguments& with, const Tile& 
       float gate[8], up[8], h[8];
       Take(sums, i, half, 0, gate);
       Take(sums, i, half, 4, up);
+      of_gate.AddTo(gate);
+      of_up.AddTo(up);
+      WithActivation(with, [&](auto activation) {
 #pragma unroll
-      for (int c = 0; c < 8; ++c) h[c] = gate[c] * Sigmoid(gate[c]) * up[c];
+        for (int c = 0; c < 8; ++c) {
+          h[c] = Multiply(activation.OfGate(gate[c]), activation.OfUp(up[c]));
+        }
+      });
       StoreRow<Out>(with.d + to.row * line, h, at, with.n, to.exists);
       if (with.gate_up_rows != nullptr) {
         uint8_t* rows = with.gate_up_rows + to.row * 2 * line;
@@ -557,12 +588,17 @@ __device__ __forceinline__ void FinishDownDgrad(const Arguments& with, const Til
           Take(sums, i, begin + half, 4 * part, to_h);
           gates[half][part].Get(gate);
           ups[half][part].Get(up);
+          WithActivation(with, [&](auto activation) {
 #pragma unroll
-          for (int c = 0; c < 8; ++c) {
-            const float sigmoid = Sigmoid(gate[c]), silu = gate[c] * sigmoid;
-            to_up[c] = to_h[c] * silu;
-            to_gate[c] = to_h[c] * up[c] * (silu * (1.0f - sigmoid) + sigmoid);
-          }
+            for (int c = 0; c < 8; ++c) {
+              const GateAndDerivative of_gate = activation.Both(gate[c]);
+              to_up[c] = Multiply(to_h[c], of_gate.value);
+              if constexpr (!decltype(activation)::kUpIsPlain) {
+                to_up[c] = Multiply(to_up[c], activation.UpDerivative(up[c]));
+              }
+              to_gate[c] = Multiply(Multiply(to_h[c], of_gate.derivative), activation.OfUp(up[c]));
+            }
+          });
           StoreRow<Out>(rows, to_gate, first + 32 * part, with.n, to.exists);
           StoreRow<Out>(rows + line, to_up, first + 32 * part, with.n, to.exists);
         }
@@ -583,16 +619,18 @@ __device__ __forceinline__ void Finish(const Arguments& with, const Tile& tile, 
     const int64_t line = int64_t{with.n} * static_cast<int64_t>(sizeof(Out));
     const int64_t before = Traits::kWgrad ? int64_t{tile.group} * with.k : 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int part = 0; part < 2; ++part) {
+      const int32_t at = tile.column + Warp() % 4 * kWarpN + 32 * part;
+      const BiasPart bias(with, tile.group, at);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const LaneRow to(tile, i, half);
+      for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
+        for (int half = 0; half < 2; ++half) {
+          const LaneRow to(tile, i, half);
           float values[8];
           Take(sums, i, half, 4 * part, values);
-          StoreRow<Out>(with.d + (before + to.row) * line, values,
-                        tile.column + Warp() % 4 * kWarpN + 32 * part, with.n, to.exists);
+          if constexpr (Traits::kMayHaveBias) bias.AddTo(values);
+          StoreRow<Out>(with.d + (before + to.row) * line, values, at, with.n, to.exists);
         }
       }
     }
@@ -607,7 +645,7 @@ struct Loader {
   const Arguments& with;
   Feed<typename Traits::Element, Traits::kAAcross, kACopies, 1> a;
   Feed<typename Traits::Element, Traits::kBAcross, kBCopies, Traits::kSides> b;
-  int32_t left = 0;         // of K
+  int32_t left = 0;         // of K, or of its side
   int32_t steps = 0;        // that are left of the tile
   int32_t whole_steps = 0;  // of these, with all of K
   uint32_t a_to;
@@ -617,38 +655,48 @@ struct Loader {
       : with(with), a_to(stages + a.Offset()), b_to(stages + kABytes + b.Offset()) {}
 
   // Bytes between rows of the operands.
-  __device__ int64_t APitch() const { return with.k * kBytes; }
+  __device__ int64_t APitch() const { return int64_t{with.k} * with.k_sides * kBytes; }
   __device__ int64_t BPitch() const {
-    return (Traits::kBAcross ? int64_t{Traits::kSides} * with.n : int64_t{with.k}) * kBytes;
+    return (Traits::kBAcross ? with.row_n : int64_t{with.k}) * kBytes;
   }
 
   __device__ void Start(const Tile& tile) {
-    const int64_t k = with.k, n = with.n;
+    const int64_t k = with.k;
     steps = tile.steps;
     left = tile.k;
     whole_steps = left / Traits::kStep;
     const int32_t columns = with.n - tile.column;
     if constexpr (Traits::kWgrad) {
       a.Start(with.a + (tile.first * k + tile.row) * kBytes, APitch(), tile.rows);
-      b.Start(with.b + (tile.first * n + tile.column) * kBytes, BPitch(), columns);
+      b.Start(with.b + (tile.first * with.row_n + tile.column) * kBytes, BPitch(), columns);
       return;
     }
-    a.Start(with.a + tile.row * k * kBytes, APitch(), tile.rows);
-    const uint8_t* matrix = with.b + tile.group * (k * n * Traits::kSides * kBytes);
+    a.Start(with.a + tile.row * APitch(), APitch(), tile.rows);
+    const uint8_t* matrix = with.b + tile.group * (k * with.matrix_n * kBytes);
     const int64_t column = Traits::kBAcross ? tile.column : tile.column * k;
     b.Start(matrix + column * kBytes, BPitch(), columns);
   }
+  // Goes on to the second side of K: rows of A lie behind those of the first side, and matrices
+  // elsewhere.
+  __device__ void StartUp() {
+    const int64_t passed = int64_t{(with.k + Traits::kStep - 1) / Traits::kStep} * kStepBytes;
+    a.from += with.k * kBytes - passed;
+    b.from += with.to_up - passed;
+    left = with.k;
+    whole_steps = left / Traits::kStep;
+  }
+  // Whether the first side of K has ended, and not the tile.
+  __device__ bool AtUp() const { return left <= 0 && steps > 0; }
   // Without a tile: copies zeros.
   __device__ void Stop() { left = 0; }
   // One of the three parts of a step's copies.
   template <bool kWhole>
   __device__ void Copy(uint32_t slot, int part) {
     const uint32_t stage = slot * kStageBytes;
-    const int64_t up = with.n * kBytes;  // from gate to up
     if (part == 0) a.template CopyTwo<kWhole>(stage + a_to, 0, APitch(), 0, left);
-    if (part == 1) b.template CopyTwo<kWhole>(stage + b_to, 0, BPitch(), up, left);
+    if (part == 1) b.template CopyTwo<kWhole>(stage + b_to, 0, BPitch(), with.to_up, left);
     if (part == 2) {
-      b.template CopyTwo<kWhole>(stage + b_to, 2, BPitch(), up, left);
+      b.template CopyTwo<kWhole>(stage + b_to, 2, BPitch(), with.to_up, left);
       a.from += Traits::kAAcross ? Traits::kStep * APitch() : kStepBytes;
       b.from += Traits::kBAcross ? Traits::kStep * BPitch() : kStepBytes;
       left -= Traits::kStep;
@@ -696,9 +744,16 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const Arguments with) {
     if (loading > 0) find();
     ++loading;
   };
+  const auto next_step = [&] {
+    if (loader.steps <= 0) {
+      next_tile();
+    } else if (Traits::kKind == MatmulKind::kDgrad && loader.AtUp()) {
+      loader.StartUp();
+    }
+  };
 #pragma unroll
   for (uint32_t slot = 0; slot < kStages - 1; ++slot) {
-    if (loader.steps <= 0) next_tile();
+    next_step();
 #pragma unroll
     for (int part = 0; part < 3; ++part) loader.template Copy<false>(slot, part);
     EndCopies();
@@ -736,7 +791,7 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const Arguments with) {
     if (loader.whole_steps > 0) {
       first.template operator()<kSlot, kWorks, true>();
     } else {
-      if (loader.steps <= 0) next_tile();
+      next_step();
       first.template operator()<kSlot, kWorks, false>();
     }
     AwaitCopies<kStages - 2>();

@@ -13,10 +13,10 @@ struct ExactFloat {
 
 // `step` suits the kind and types, and all its sizes are positive. Out is Element's or float.
 template <MatmulKind kKind, typename Element, typename Out>
-cudaError_t Multiply(const MatmulStep& step, cudaStream_t stream);
+cudaError_t MultiplyKind(const MatmulStep& step, cudaStream_t stream);
 
 template <MatmulKind kKind, typename Element, typename Out>
-cudaError_t Preload();
+cudaError_t PreloadKind();
 
 // Calls `visit.template operator()<kKind, Element, Out>()` for each.
 template <typename Visit>

@@ -18,7 +18,8 @@ bool Fits(const MatmulStep& step) {
   return !IsFp8(step.kind) && step.m >= 0 && step.m < kMost && step.groups >= 0 &&
          step.groups < kMost && step.k > 0 && step.k < kMost && step.k % align == 0 && step.n > 0 &&
          step.n < kMost / 2 && step.n % align == 0 && Aligned(step.a) && Aligned(step.b) &&
-         Aligned(step.gate_up_rows) && Aligned(step.d) && Aligned(step.to_gate_up_rows);
+         Aligned(step.b_up) && Aligned(step.bias) && Aligned(step.gate_up_rows) &&
+         Aligned(step.d) && Aligned(step.to_gate_up_rows);
 }
 
 template <typename Element>
@@ -51,7 +52,7 @@ cudaError_t PortableMatmul(const MatmulStep& step, cudaStream_t stream) {
   portable::ForEach([&]<MatmulKind kKind, typename Element, typename Out>() {
     if (step.kind == kKind && IsOf<Element>(step.element, step.exact) &&
         IsOf<Out>(step.out_element, false)) {
-      error = portable::Multiply<kKind, Element, Out>(step, stream);
+      error = portable::MultiplyKind<kKind, Element, Out>(step, stream);
     }
   });
   return error;
@@ -60,7 +61,7 @@ cudaError_t PortableMatmul(const MatmulStep& step, cudaStream_t stream) {
 cudaError_t PreloadPortableKernels() {
   cudaError_t error = cudaSuccess;
   portable::ForEach([&]<MatmulKind kKind, typename Element, typename Out>() {
-    if (error == cudaSuccess) error = portable::Preload<kKind, Element, Out>();
+    if (error == cudaSuccess) error = portable::PreloadKind<kKind, Element, Out>();
   });
   return error;
 }
