@@ -185,6 +185,11 @@ def main():
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
         (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
+        (
+            BENCHMARKS,
+            "layer options",
+            from_newest("layer-options", layer_tables.options),
+        ),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
         (BENCHMARKS, "routers", from_newest("routers", layer_tables.routers)),
         (BENCHMARKS, "decode", decode()),

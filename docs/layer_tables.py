@@ -158,6 +158,7 @@ def grouped(data, table):
         ways = found.setdefault(place, {})
         ways[row["way"]] = ways.get(row["way"], 0) + row.get("us", float("nan"))
     more, rows = _more_ways(data), []
+    more = {"portable": "portable", **more}
     for (case, op, room), us in found.items():
         ours = us["hopper"]
         rate = f"{_flops(data, case) / ours / 1e6:.0f}"
@@ -175,7 +176,8 @@ def grouped(data, table):
         f"with random group sizes: {sizes}. `room` is how many rows the operand has "
         "for each row in a group; in a default layer that is the number of ranks. "
         "Times are in microseconds, for gate, up and down together. "
-        "`jax` is `jax.lax.ragged_dot`, and `batched` is one matmul with the same "
+        "`portable` are the kernels for GPUs of compute capability 8.0 and newer, "
+        "compiled from the PTX of 8.0. `jax` is `jax.lax.ragged_dot`, and `batched` is one matmul with the same "
         f"number of rows in every group (cuBLAS). {_of_more_ways(data)}"
         "`faster` is the time of `jax` over that of `hopper`, and `of batched` the "
         "time of `hopper` over that of `batched`. "
@@ -254,7 +256,7 @@ def _experts(data, table, rows):
         "both orientations."
     )
     more = _more_ways({"results": rows})
-    ways = ("hopper", "fp8", "jax", *more, "batched")
+    ways = ("hopper", "portable", "fp8", "jax", *more, "batched")
     cells = [
         (*place, *(_number(us.get(way)) for way in ways)) for place, us in found.items()
     ]
@@ -345,6 +347,40 @@ def train(data, table):
         f"{norms:.1e} of its value."
     )
     return f"{head}\n\n" + table(("step", "dense", *names), rows)
+
+
+def options(data, table):
+    """Shows a layer with each of its options beside the plain layer."""
+    found = {}
+    for row in data["results"]:
+        found.setdefault((row["case"], row["option"]), {})[row["pass"]] = row
+    cells = []
+    for place, passes in found.items():
+        cells.append([*place])
+        for name in ("forward", "gradients"):
+            row = passes.get(name)
+            shown = ("over plain", "explained")
+            ms = f"{row['ms']:.2f}" if row else ""
+            cells[-1] += [ms, *(f"{row[each]:.2f}" if row else "" for each in shown)]
+        cells[-1].append(f"{passes['forward']['of weights']:.2f}")
+    sizes = "; ".join(
+        f"{case} has {s['tokens']} tokens, hidden {s['hidden']}, and top-{s['top_k']} "
+        f"of {s['experts']} experts of inner {s['inner']}"
+        for case, s in data["cases"].items()
+    )
+    head = (
+        "A layer with each of its options ("
+        f"{performance_tables.source(data, data['command'])}): {sizes}. Times are in "
+        "milliseconds, forward and with the gradients of tokens and parameters; `over` "
+        "is a time over that of the plain layer, and `explained` what that should be "
+        "for the products and bytes that the option adds, at the plain layer's rate "
+        f"and at {data['copy_gb_s']:.0f} GB/s, which a copy reached in the same run. "
+        "`memory` is that of intermediate results in the forward pass, over the "
+        "experts' weights in bfloat16."
+    )
+    columns = ("size", "option", "forward", "over", "explained")
+    columns += ("gradients", "over", "explained", "memory")
+    return f"{head}\n\n" + table(columns, cells)
 
 
 def routers(data, table):

@@ -33,7 +33,7 @@ import jax_ep
 from benchmarks.common import arguments as common
 from benchmarks.common import recording, timing
 from jax_ep import experts
-from jax_ep._experts import grouped, kernels, select
+from jax_ep._experts import devices, grouped, kernels
 
 
 class Case(typing.NamedTuple):
@@ -237,7 +237,7 @@ def difference(found, wanted, held):
 
 def lowered(program, args):
     """Returns how many kernels a program has if it is lowered for an absent GPU."""
-    with mock.patch.object(select, "device_obstacle", return_value=None):
+    with mock.patch.object(devices, "device_obstacle", return_value=None):
         # A new function, so that no earlier trace is reused.
         traced = jax.jit(lambda *given: program(*given)).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()

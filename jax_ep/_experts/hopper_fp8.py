@@ -21,12 +21,6 @@ from jax_ep._experts import grouped, kernels, mxfp4, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
-# Up to this many rows of N per group, the kernels multiply weights in "mxfp4" directly.
-# They decode them again for every 32 rows, so with more rows it is better to
-# decode them to memory once; the threshold is an estimate. With several ranks, N is
-# larger than the number of rows that arrive, often several times as large.
-FEW_ROWS = 128
-
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
 
@@ -287,23 +281,13 @@ def _mxfp4(
     tiles = _tiles(weights, which)
     if tiles is None:
         return None
-    groups, _, *rest = weights.shapes[which == "down"]
+    *_, columns = weights.shapes[which == "down"]
     scales = rows.scales if rows.scales is None else rows.scales.astype(jnp.float32)
     # Once here, since every tile of columns would decode them again. It is exact.
     values = rows.values.astype(jnp.bfloat16)
 
     def multiply(dtype: Any) -> jax.Array:
-        many = plain and rows.values.shape[0] > FEW_ROWS * groups
-        # The kernels for many rows round sums to 16 bits.
-        if many and dtype == jnp.bfloat16:
-            # The weights are exact in bfloat16, so both ways sum the same products.
-            matrices = _decoded(weights, which)
-            if activation is not None:
-                split = matrices.reshape(weights.shapes[0])
-                given = rows.values, split, sizes, False, bias, activation
-                return kernels.HOPPER.gate_up(*given)[0]
-            return kernels.HOPPER.fprop(rows.values, matrices, sizes, bias)
-        columns, given = rest[-1], (values, scales, tiles, sizes)
+        given = values, scales, tiles, sizes
         if activation is not None:
             return kernels.mxfp4_gate_up(*given, columns, dtype, bias, activation)
         if which == "down":

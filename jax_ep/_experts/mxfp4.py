@@ -53,8 +53,8 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
         values = jnp.moveaxis(values, (-3, -4), (1, -2))
         return values.reshape(groups, across, atoms, *inner, BLOCK_N)
 
-    # Contracted element 8 q + 2 i + j of 32 is code i of half j of word q.
-    pairs = codes.reshape(groups, atoms, 4, 4, *sides, columns)
+    # Contracted element 8 i + 2 q + j of 32 is code i of half j of word q.
+    pairs = codes.reshape(groups, atoms, 4, 4, *sides, columns).swapaxes(2, 3)
     pairs = by_tile(pairs).astype(jnp.uint16)  # [L, tiles, atoms, q, i, columns]
 
     def half(codes: jax.Array) -> jax.Array:

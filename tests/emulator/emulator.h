@@ -280,9 +280,12 @@ struct Product {
   uint32_t columns;
   bool a_mn_major, b_mn_major, add;
   uint64_t a, b;
+  bool a_in_registers = false;
   bool operator==(const Product&) const = default;
 };
-void IssueProduct(const Product& product, float* sums);
+// `words`: four registers of this thread with its part of A, if that is in registers. They are read
+// when the product is carried out.
+void IssueProduct(const Product& product, float* sums, const uint32_t* words = nullptr);
 void FenceProducts();
 void CommitProducts();
 void WaitForProducts(uint32_t pending);

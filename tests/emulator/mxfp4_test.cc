@@ -47,8 +47,9 @@ Draws Draw(Random& random) {
   draws.k = 128 * (random.OneIn(4) ? random.In(7, 18) : random.In(1, 4));
   draws.columns = (draws.gate_up ? 64 : 128) * random.In(1, 2);
   const int64_t groups = random.OneIn(8) ? random.In(31, 40) : random.In(1, 5);
-  // Each number of rows for which there is a kernel.
-  const int64_t most = int64_t{4} << random.In(0, 3);
+  // Each number of rows for which there is a kernel, and many rows.
+  const bool many = random.OneIn(3);
+  const int64_t most = many ? random.In(40, 200) : int64_t{4} << random.In(0, 3);
   int64_t rows = 0;
   for (int64_t i = 0; i < groups; ++i) {
     int32_t size = random.OneIn(3) ? 0 : static_cast<int32_t>(random.In(1, groups > 5 ? 3 : most));
@@ -57,6 +58,8 @@ Draws Draw(Random& random) {
     rows += std::max(size, 0);
   }
   draws.rows = rows + (random.OneIn(2) ? 0 : random.In(0, 20));
+  // Room alone decides about the kernel.
+  if (random.OneIn(6)) draws.rows = std::max(draws.rows, groups * 33);
   if (random.OneIn(6)) draws.rows = random.In(0, rows);
   draws.bias = random.OneIn(2);
   if (draws.gate_up) {
@@ -108,7 +111,7 @@ Weights MadeWeights(Random& random, const Draws& draws) {
       for (int64_t i = 0; i < kMxfp4AtomK; ++i) {
         const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
         constexpr int kPlaces[][4] = {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {14, 10, 11, 13}};
-        const int64_t q = i / 8, place = i % 8 / 2;
+        const int64_t q = i % 8 / 2, place = i / 8;
         uint8_t* word = atom + 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h;
         uint32_t bits = 0;
         for (int bit = 0; bit < 4; ++bit) bits |= (code >> bit & 1) << kPlaces[place][bit];

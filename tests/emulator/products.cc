@@ -48,6 +48,7 @@ struct Action {
   // Of a product.
   std::shared_ptr<Sums> sums{};
   bool first = false;  // of its sums
+  const uint32_t* words[kWarpgroupThreads] = {};
   std::vector<Range> reads{};
   bool done = false, retired = false;
   uint64_t delay = 0;
@@ -191,6 +192,20 @@ void Read(const Block& block, const Product& product, bool of_b, float* to) {
   }
 }
 
+// The same of A in registers.
+void ReadRegisters(const Action& action, float* to) {
+  for (uint32_t thread = 0; thread < kWarpgroupThreads; ++thread) {
+    const uint32_t lane = thread % kWarpLanes, first = thread / kWarpLanes * 16 + lane / 4;
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t word = action.words[thread][i / 2], row = first + i / 2 % 2 * 8;
+      const uint32_t k = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const uint16_t bits = static_cast<uint16_t>(word >> i % 2 * 16);
+      to[k * kRows + row] =
+          ToFloat(action.product.operands, reinterpret_cast<const uint8_t*>(&bits));
+    }
+  }
+}
+
 // ---- Carrying out -------------------------------------------------------------------------------
 
 template <uint32_t kColumns>
@@ -225,7 +240,11 @@ void CarryOut(Block& block, Warpgroup& warpgroup, Action& action) {
   for (const Range range : action.reads) Reads(Shared(block, range), range.bytes);
   Release(&action.end);
   host.Run();
-  Read(block, product, false, a);
+  if (product.a_in_registers) {
+    ReadRegisters(action, a);
+  } else {
+    Read(block, product, false, a);
+  }
   Read(block, product, true, b);
   const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
   const auto multiplied = [&]<uint32_t... kColumns>() {
@@ -269,7 +288,9 @@ void Begin(Warpgroup& warpgroup, Action& action, const float* sums) {
   const Product& product = action.product;
   Block& block = *current->block;
   const uint32_t steps = product.operands == Operands::kE4M3 ? 32 : 16;
-  AddReads(OperandOf(product.a, product.a_mn_major), kRows, steps, action.reads);
+  if (!product.a_in_registers) {
+    AddReads(OperandOf(product.a, product.a_mn_major), kRows, steps, action.reads);
+  }
   AddReads(OperandOf(product.b, product.b_mn_major), product.columns, steps, action.reads);
   for (const Range range : action.reads) ExpectLoaded(block, Shared(block, range), range.bytes);
   for (auto& [own, last] : warpgroup.under_way) {
@@ -339,12 +360,13 @@ Action& Next(Warpgroup& warpgroup, Kind kind, const Product& product, uint32_t p
 
 }  // namespace
 
-void IssueProduct(const Product& product, float* sums) {
+void IssueProduct(const Product& product, float* sums, const uint32_t* words) {
   const Unseen unseen;
   Warpgroup& warpgroup = Own();
   Action& action = Next(warpgroup, Kind::kProduct, product, 0, sums);
   Sums& all = *action.sums;
   const uint32_t thread = Thread();
+  action.words[thread] = words;
   Release(&action.begin);
   if (!action.first) {
     if (all.of_thread[thread] != sums) Die("threads of a warpgroup do not agree about sums");

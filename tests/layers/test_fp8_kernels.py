@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from jax_ep import experts, formats
 from jax_ep._experts import (
     devices,
-    hopper_fp8,
     kernels,
     mxfp4,
     operations,
@@ -528,11 +527,8 @@ def test_operations_equal_the_reference(canonical, ready):
 @pytest.mark.parametrize(
     "form", ["codes", "bfloat16", pytest.param("float16", marks=THOROUGH)]
 )
-@pytest.mark.parametrize("many", [False, pytest.param(True, marks=THOROUGH)])
-def test_weights_in_mxfp4(canonical, form, many, ready, monkeypatch):
-    """Few and many rows, of every kind, with and without SwiGLU."""
-    if many:
-        monkeypatch.setattr(hopper_fp8, "FEW_ROWS", 1)
+def test_weights_in_mxfp4(canonical, form, ready):
+    """Rows of every kind, with and without biases."""
     rows, _ = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -543,7 +539,6 @@ def test_weights_in_mxfp4(canonical, form, many, ready, monkeypatch):
     dtype = "bfloat16" if form == "codes" else form
     operand = rows if form == "codes" else Rows(rows.to(dtype), None)
     known = form != "float16"
-    wgmma = many and form == "bfloat16"
     bias = jnp.ones((3, F), jnp.float32)
     for inner in (
         Inner(None, None, (), None, kernels.SWIGLU),
@@ -555,8 +550,7 @@ def test_weights_in_mxfp4(canonical, form, many, ready, monkeypatch):
         assert h.values.dtype == want.values.dtype
         assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
         if ready is not None:
-            wanted = "gate_up" if wgmma else "mxfp4_gate_up"
-            assert set(taken) == ({wanted} if known else set())
+            assert set(taken) == ({"mxfp4_gate_up"} if known else set())
         for out in (jnp.bfloat16, jnp.float32, jnp.float16):
             taken.clear()
             given = (h, weights, "down", sizes, out)
@@ -564,8 +558,7 @@ def test_weights_in_mxfp4(canonical, form, many, ready, monkeypatch):
             assert got.dtype == one.dtype == out
             assert distance(got[real], one[real]) < CLOSE
             if ready is not None and known:
-                rounded = wgmma and out == jnp.bfloat16
-                assert set(taken) == {"fprop" if rounded else "mxfp4_fprop"}
+                assert set(taken) == {"mxfp4_fprop"}
 
 
 @pytest.mark.parametrize(

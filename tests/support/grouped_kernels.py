@@ -296,8 +296,8 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     # Elements 6 and 7 are each in the other half of their word.
     last = halves >> 14 & 1 | (halves >> 10 & 3) << 1 | (halves >> 13 & 1) << 3
     nibbles = jnp.stack([*nibbles, last[..., ::-1]], -1)
-    # Dimensions pair, r, q, odd, half, j, i become q, i, j, pair, odd, half, r.
-    order = (5, 9, 8, 3, 6, 7, 4)
+    # Dimensions pair, r, q, odd, half, j, i become i, q, j, pair, odd, half, r.
+    order = (9, 5, 8, 3, 6, 7, 4)
     nibbles = jnp.transpose(nibbles, (0, 1, 2, *order))
     nibbles = nibbles.reshape(groups, across, steps, 32, 128)
     bytes_ = tiles[..., 2048:].reshape(groups, across, steps, 8, 8, 2)

@@ -26,6 +26,7 @@ from benchmarks.calls import (
 )
 from benchmarks.common import recording
 from benchmarks.layers import decode, grouped, layer, routers
+from benchmarks.layers import options as layer_options
 from benchmarks.limits import few_rows, grouped_kernels
 from benchmarks.overlap import overlap
 from benchmarks.soak import processes as soak_processes
@@ -53,6 +54,7 @@ TINY = {
     "decode": (decode, *DEVICES, "--rows", "16"),
     "routers": (routers,),
     "grouped": (grouped,),
+    "layer_options": (layer_options,),
 }
 
 

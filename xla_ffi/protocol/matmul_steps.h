@@ -179,12 +179,13 @@ struct QuantizeMatricesStep {
 // The layout of matrices in "mxfp4" for kernels: e2m1 codes with a power of two per 32 of K. They
 // lie as [L, tiles, K / 32, kMxfp4AtomBytes]. A tile has kMxfp4BlockN columns of a matrix or, if
 // SwiGLU follows, half as many of gate and of up, kMxfp4Run of each by turns. An atom holds the
-// tile for 32 of K. Column 16 * m + 8 * h + r has its codes for K = 8 * q to 8 * q + 7 in the word
-// of four bytes that begins at byte 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2) + 4 * h. Codes
-// are placed so that decoding takes the fewest instructions. The lower half of the word has K = 0,
-// 2, 4 and 7, and the upper half K = 1, 3, 5 and 6. In each half the first three have their signs
-// in bits 15, 12, 9, and their other bits from bit 6, 3, 0 on; the last one has its sign in bit 13
-// and its other bits, the lowest first, in bits 14, 10, 11. The column's scale is the byte at 2048
+// tile for 32 of K. Column 16 * m + 8 * h + r has its codes for K = 8 * i + 2 * q + j, i < 4 and j
+// < 2, in the word of four bytes that begins at byte 512 * (m / 2) + 16 * (4 * r + q) + 8 * (m % 2)
+// + 4 * h. Codes are placed so that decoding takes the fewest instructions. Of its codes, 2 * i +
+// j, the lower half of the word has 0, 2, 4 and 7, and the upper half 1, 3, 5 and 6. In each half
+// the first three have their signs in bits 15, 12, 9, and their other bits from bit 6, 3, 0 on; the
+// last one has its sign in bit 13 and its other bits, the lowest first, in bits 14, 10, 11. The
+// column's scale is the byte at 2048
 // + 16 * r + 2 * m + h.
 inline constexpr int64_t kMxfp4BlockN = 128;
 inline constexpr int64_t kMxfp4Run = 16;

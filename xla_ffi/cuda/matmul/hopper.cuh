@@ -351,6 +351,36 @@ JAX_EP_WGMMA_FEW_OF(void, "k32.f32.e4m3.e4m3", "1, 1")
 #undef JAX_EP_WGMMA_FEW_OF
 #undef JAX_EP_WGMMA_FEW
 
+// The same of bfloat16 with the columns in registers, which must stay as they are until the product
+// has been waited for. A lane's words 0 to 3 are of columns 16 * w + l / 4, 8 further, and the same
+// again 8 of K further, each for K = 2 * (l % 4) and the next one.
+template <int kRows>
+__device__ __forceinline__ void WgmmaOfRegisters(float (&sums)[kRows / 2],
+                                                 const uint32_t (&columns)[4], uint64_t rows,
+                                                 bool add);
+
+#define JAX_EP_SUMS_64(i) JAX_EP_SUMS_32(i), JAX_EP_SUMS_32(i + 32)
+#define JAX_EP_NAMES_64                                                      \
+  JAX_EP_NAMES_32                                                            \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "   \
+  "%60, %61, %62, %63"
+#define JAX_EP_WGMMA_OF_REGISTERS(kRows, kNames, kSums, kA, kB, kAdd)                             \
+  template <>                                                                                     \
+  __device__ __forceinline__ void WgmmaOfRegisters<kRows>(                                        \
+      float (&sums)[kRows / 2], const uint32_t (&columns)[4], uint64_t rows, bool add) {          \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " kAdd                                     \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #kRows "k16.f32.bf16.bf16 {" kNames    \
+                 "}, {" kA "}, " kB ", add, 1, 1, 0;\n}"                                          \
+                 : kSums(0)                                                                       \
+                 : "r"(columns[0]), "r"(columns[1]), "r"(columns[2]), "r"(columns[3]), "l"(rows), \
+                   "r"(static_cast<uint32_t>(add)));                                              \
+  }
+JAX_EP_WGMMA_OF_REGISTERS(32, JAX_EP_NAMES_16, JAX_EP_SUMS_16, "%16, %17, %18, %19", "%20", "%21")
+JAX_EP_WGMMA_OF_REGISTERS(64, JAX_EP_NAMES_32, JAX_EP_SUMS_32, "%32, %33, %34, %35", "%36", "%37")
+JAX_EP_WGMMA_OF_REGISTERS(128, JAX_EP_NAMES_64, JAX_EP_SUMS_64, "%64, %65, %66, %67", "%68", "%69")
+#undef JAX_EP_WGMMA_OF_REGISTERS
+
 // ---- A warp's registers to shared memory --------------------------------------------------------
 
 // Stores four 8 x 8 matrices of 16-bit elements. In lane l, words[m] holds element

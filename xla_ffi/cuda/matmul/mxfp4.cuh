@@ -24,6 +24,8 @@ inline constexpr int kMxfp4MathThreads = kMxfp4MathWarps * kWarpSize;
 inline constexpr int kMxfp4Threads = kMxfp4MathThreads + kWarpSize;
 inline constexpr int kMxfp4RowTiles = 4;  // of 8 rows
 inline constexpr int kMxfp4BlockM = 8 * kMxfp4RowTiles;
+// All rows of a group that has few, so that weights come from L2 after the first tile.
+inline constexpr int32_t kMxfp4Band = 1 << 10;
 inline constexpr int kAtomsOfStage = 4;
 inline constexpr int kMxfp4BlockK = kAtomsOfStage * kMxfp4AtomK;
 static_assert(kMxfp4BlockK == kMxfp4Align && kMxfp4BlockK == 128);  // as row scales are
@@ -45,7 +47,7 @@ struct Mxfp4Layout {
   static constexpr int kBlocks = kScaled ? 3 : 4;
   static constexpr uint32_t kStages = 3;
   static constexpr uint32_t kRowBytes = kMxfp4BlockK * 2;
-  // What a lane reads of a row in an atom. Pieces are ordered by atom, tile and lane.
+  // Of a row in an atom. Pieces are ordered by atom, tile, piece of the row, and row.
   static constexpr uint32_t kPieceBytes = 16;
   static constexpr uint32_t kStageBytes =
       kWeightBytes + kAtomsOfStage * kMxfp4RowTiles * kWarpSize * kPieceBytes;
@@ -53,9 +55,10 @@ struct Mxfp4Layout {
       kStages * (kStageBytes + 2 * sizeof(uint64_t) + sizeof(Mxfp4Tile));
   static_assert(kBlocks * (kBytes + 1024) <= 228 * 1024);
 
-  // Returns where a lane's piece of a row is in a stage.
-  __device__ static uint32_t PieceAt(int atom, int tile) {
-    return kWeightBytes + ((atom * kMxfp4RowTiles + tile) * kWarpSize + Lane()) * kPieceBytes;
+  // Returns where a piece of a row of a tile is in a stage.
+  __device__ static uint32_t PieceAt(int atom, int tile, int piece, int row) {
+    return kWeightBytes +
+           ((atom * kMxfp4RowTiles + tile) * kWarpSize + piece * 8 + row) * kPieceBytes;
   }
 };
 
@@ -84,8 +87,9 @@ __device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
 // Finds this block's tiles, one after the other. Called by a whole warp.
 class Mxfp4Scheduler {
  public:
-  __device__ Mxfp4Scheduler(const Mxfp4Step& step, int32_t block_m, int32_t n_tiles)
-      : pieces_(step), block_m_(block_m), n_tiles_(n_tiles), next_(blockIdx.x) {
+  // A group's tiles are taken in bands of so many rows of tiles, column by column.
+  __device__ Mxfp4Scheduler(const Mxfp4Step& step, int32_t block_m, int32_t band, int32_t n_tiles)
+      : pieces_(step), block_m_(block_m), band_(band), n_tiles_(n_tiles), next_(blockIdx.x) {
     Load();
   }
 
@@ -95,11 +99,12 @@ class Mxfp4Scheduler {
       Load();
     }
     const GroupPiece tile = pieces_.Find(next_);
-    // Tiles of the same columns follow each other, so that weights come from L2 after the first.
-    const int32_t row_tiles = RowTiles(tile.size);
-    const int32_t row = tile.index % row_tiles * block_m_;
+    const int32_t first = tile.index / (band_ * n_tiles_) * band_;  // row of tiles of the band
+    const int32_t within = tile.index - first * n_tiles_;
+    const int32_t width = Min(band_, RowTiles(tile.size) - first);
+    const int32_t row = (first + within % width) * block_m_;
     next_ += gridDim.x;
-    return {tile.group, tile.start + row, Min(tile.size - row, block_m_), tile.index / row_tiles};
+    return {tile.group, tile.start + row, Min(tile.size - row, block_m_), within / width};
   }
 
  private:
@@ -111,6 +116,7 @@ class Mxfp4Scheduler {
 
   GroupPieces<Mxfp4Step> pieces_;
   const int32_t block_m_;
+  const int32_t band_;
   const int32_t n_tiles_;
   uint32_t next_;
 };
@@ -169,7 +175,7 @@ __device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles
   using Layout = Mxfp4Layout<kScaled>;
   const int32_t k_blocks = static_cast<int32_t>(step.k / kMxfp4BlockK);
   const int64_t row_bytes = step.k * 2;
-  Mxfp4Scheduler scheduler(step, kMxfp4BlockM, n_tiles);
+  Mxfp4Scheduler scheduler(step, kMxfp4BlockM, kMxfp4Band, n_tiles);
   RingCursor<Layout::kStages> at;
   for (bool more = true; more;) {
     const Mxfp4Tile tile = scheduler.Next();
@@ -196,7 +202,7 @@ __device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles
 #pragma unroll
         for (int atom = 0; atom < kAtomsOfStage; ++atom) {
           AsyncCopy<Layout::kPieceBytes>(
-              stage + Layout::PieceAt(atom, row_tile),
+              stage + Layout::PieceAt(atom, row_tile, Lane() % 4, Lane() / 4),
               rows + 8 * row_tile * row_bytes + atom * (Layout::kRowBytes / kAtomsOfStage));
         }
       }
@@ -212,7 +218,36 @@ __device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles
 template <int kRowTiles>
 using Mxfp4Sums = float[kColumnTiles][kRowTiles][4];
 
-// Multiplies one atom with rows that are loaded. kTwo: whether its scales may need two factors.
+// Decodes an atom of one of a warp's tiles of 16 columns, as WarpMultiply and WgmmaOfRegisters take
+// it, for both halves of K. kTwo: whether its scales may need two factors.
+template <bool kTwo>
+__device__ __forceinline__ void DecodeTile(uint32_t (&to)[2][4], const uint32_t (&words)[4],
+                                           uint32_t scales, int column_tile) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int which = 2 * column_tile + half;
+    const uint32_t word = words[which];
+    const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word), TwoOfCodes<2>(word),
+                                  TwoOfCodes<3>(word)};
+    if constexpr (kTwo) {
+      const CodeFactor factor(scales >> which * 8 & 0xFF);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[i / 2][i % 2 * 2 + half] =
+            MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
+      }
+    } else {
+      const uint32_t factors = CodeFactor::OnlyOf(scales, 2 * column_tile);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[i / 2][i % 2 * 2 + half] = half == 0 ? MultiplyTwoBy<0>(codes_of[i], factors)
+                                                : MultiplyTwoBy<1>(codes_of[i], factors);
+      }
+    }
+  }
+}
+
+// Multiplies one atom with rows that are loaded.
 template <bool kTwo, int kRowTiles>
 __device__ __forceinline__ void MultiplyAtom(Mxfp4Sums<kRowTiles>& sums, const uint32_t (&words)[4],
                                              const uint32_t (&rows)[kRowTiles][4],
@@ -220,28 +255,7 @@ __device__ __forceinline__ void MultiplyAtom(Mxfp4Sums<kRowTiles>& sums, const u
 #pragma unroll
   for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
     uint32_t a[2][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t word = words[2 * column_tile + half];
-      const int which = 2 * column_tile + half;
-      const uint32_t codes_of[4] = {TwoOfCodes<0>(word), TwoOfCodes<1>(word), TwoOfCodes<2>(word),
-                                    TwoOfCodes<3>(word)};
-      if constexpr (kTwo) {
-        const CodeFactor factor(scales >> which * 8 & 0xFF);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[i / 2][i % 2 * 2 + half] =
-              MultiplyTwo(MultiplyTwo(codes_of[i], factor.first), factor.second);
-        }
-      } else {
-        const uint32_t factors = CodeFactor::OnlyOf(scales, 2 * column_tile);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[i / 2][i % 2 * 2 + half] = half == 0 ? MultiplyTwoBy<0>(codes_of[i], factors)
-                                                 : MultiplyTwoBy<1>(codes_of[i], factors);
-        }
-      }
-    }
+    DecodeTile<kTwo>(a, words, scales, column_tile);
 #pragma unroll
     for (int k16 = 0; k16 < 2; ++k16) {
 #pragma unroll
@@ -265,9 +279,7 @@ __device__ __forceinline__ void MultiplyAtoms(Mxfp4Sums<kRowTiles>& sums, const 
     uint32_t rows[kRowTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const uint4 row = *reinterpret_cast<const uint4*>(stage + Layout::PieceAt(atom, tile));
-      rows[tile][0] = row.x, rows[tile][1] = row.y;
-      rows[tile][2] = row.z, rows[tile][3] = row.w;
+      LoadMatrices(rows[tile], stage + Layout::PieceAt(atom, tile, Lane() / 8, Lane() % 8));
     }
     MultiplyAtom<kTwo, kRowTiles>(sums, words, rows, scales[atom]);
   }
@@ -403,14 +415,16 @@ __device__ __forceinline__ void StoreSumsOf(const Mxfp4Step& step, const Mxfp4Ti
   }
 }
 
-// Adds a group's bias of a side to the sums of one column tile of one row tile.
+// Adds a group's bias of a side to the sums of a row tile, in 16 columns from `column` on.
+template <typename... Sums>
 __device__ __forceinline__ void AddBiasOf(const Mxfp4Step& step, int64_t side, int64_t column,
                                           float (&sums)[4]) {
   if (step.bias == nullptr) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float own = step.bias[side * step.n + column + half * 8 + Lane() / 4];
-    sums[2 * half] = Add(sums[2 * half], own), sums[2 * half + 1] = Add(sums[2 * half + 1], own);
+    sums[2 * half] = Add(sums[2 * half], own);
+    sums[2 * half + 1] = Add(sums[2 * half + 1], own);
   }
 }
 
@@ -425,22 +439,29 @@ __device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Ti
   if constexpr (kGateUp) {
     // The warp's first column tile is of gate, and the second of up.
     static_assert(kColumnTiles == 2);
-    const int64_t column =
-        static_cast<int64_t>(tile.n_tile) * (kMxfp4BlockN / 2) + Warp() * kMxfp4Run;
+    // Computed again where it is used, because registers are scarce.
+    const auto column = [&] {
+      return int64_t{tile.n_tile} * (kMxfp4BlockN / 2) + Warp() * kMxfp4Run;
+    };
 #pragma unroll
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
-      float (&gate)[4] = sums[0][row_tile], (&up)[4] = sums[1][row_tile];
-      AddBiasOf(step, 2 * int64_t{tile.group}, column, gate);
-      AddBiasOf(step, 2 * int64_t{tile.group} + 1, column, up);
-      float h[4];
-      WithActivation(step, [&](auto activation) {
+      AddBiasOf(step, 2 * int64_t{tile.group}, column(), sums[0][row_tile]);
+      AddBiasOf(step, 2 * int64_t{tile.group} + 1, column(), sums[1][row_tile]);
+    }
+    WithActivation(step, [&](auto activation) {
+#pragma unroll
+      for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float of_gate = activation.template OfGate<ExactSigmoid>(gate[i]);
-          h[i] = Multiply(of_gate, activation.OfUp(up[i]));
+          float& h = sums[0][row_tile][i];
+          h = Multiply(activation.template OfGate<ExactSigmoid>(h),
+                       activation.OfUp(sums[1][row_tile][i]));
         }
-      });
-      StoreSumsOf(step, tile, row_tile, column, h);
+      }
+    });
+#pragma unroll
+    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+      StoreSumsOf(step, tile, row_tile, column(), sums[0][row_tile]);
     }
   } else {
 #pragma unroll

@@ -20,6 +20,15 @@ __device__ __forceinline__ void WarpMultiply(float (&sums)[4], const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// Loads four matrices of eight rows of 16 bytes from shared memory; lane 8 * i + j has the address
+// of row j of matrix i. Lane l gets bytes 4 * (l % 4) and on of row l / 4 of each.
+__device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const uint8_t* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from)))
+               : "memory");
+}
+
 // Multiplies two pairs of bfloat16, with denormals.
 __device__ __forceinline__ uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
   uint32_t product;

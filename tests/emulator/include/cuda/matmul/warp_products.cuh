@@ -27,6 +27,18 @@ inline void WarpMultiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_
   }
 }
 
+inline void LoadMatrices(uint32_t (&to)[4], const uint8_t* from) {
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  const auto* all = emulator::ExchangeWords(
+      {static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)}, "ldmatrix");
+  const uint32_t lane = emulator::Lane();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const auto& of_row = all[8 * i + lane / 4];
+    const uintptr_t row = of_row[0] | uintptr_t{of_row[1]} << 32;
+    to[i] = *reinterpret_cast<const uint32_t*>(row + 4 * (lane % 4));
+  }
+}
+
 inline uint32_t MultiplyTwo(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t i = 0; i < 2; ++i) {

@@ -1,0 +1,280 @@
+"""Times a layer with each of its options beside the plain layer, on one GPU.
+
+    python -m benchmarks.layers.options [--cases mid gpt-oss]
+
+A row is `jax_ep.moe_ffn` on a mesh of one GPU, with room for the rows that arrive,
+forward and with the gradients of tokens and parameters. `ms` is the median of bursts
+that are enqueued together. `over plain` is that over the plain layer's. `explained` is
+what it should be: the plain layer's time, and that of what the option adds, which is
+products at the plain layer's rate and bytes at the rate of a copy that is timed in the
+same run. So `over explained` shows an option that costs more than what it does.
+`of weights` is the memory for intermediate results over the experts' weights in
+bfloat16. Ways with codes of weights have no gradients of those.
+Writes benchmarks/results/layer-options-<device>x1-<date>.json.
+"""
+
+import functools
+import statistics
+import sys
+import time
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from benchmarks.common import arguments as common
+from benchmarks.common import recording, timing
+from jax_ep import experts
+
+
+class Sizes(typing.NamedTuple):
+    """Sizes of a layer."""
+
+    hidden: int
+    inner: int
+    experts: int
+    tokens: int
+    top_k: int
+
+
+CASES = {
+    "mid": Sizes(2048, 1024, 64, 4096, 8),
+    "large-64": Sizes(7168, 2048, 16, 4096, 8),
+    "decode-128": Sizes(7168, 2048, 64, 128, 8),
+    "decode-32": Sizes(7168, 2048, 64, 32, 8),
+    "decode-1": Sizes(7168, 2048, 64, 1, 8),
+}
+SMALL = {"tiny": Sizes(128, 128, 4, 16, 2)}
+TINY = ("--cases", *SMALL, "--seconds", "0")
+CALLS, IN_FLIGHT = 6, 3
+
+
+class Option(typing.NamedTuple):
+    """A way to call a layer.
+
+    Attributes:
+        name: what the tables call it.
+        params: names of parameters besides "router", "gate_up" and "down".
+        without: names of parameters that others replace.
+        config: fields of `EPConfig`.
+        call: keywords of `moe_ffn`.
+        products: matrices of an expert's size that every token is multiplied by.
+        weight_bytes: bytes moved per element of the experts' weights.
+        gradients: whether there are any of weights.
+    """
+
+    name: str
+    params: tuple = ()
+    without: tuple = ()
+    config: typing.Mapping = types.MappingProxyType({})
+    call: typing.Mapping = types.MappingProxyType({})
+    products: int = 0
+    weight_bytes: float = 0
+    gradients: bool = True
+
+
+BIASES = ("gate_bias", "up_bias", "down_bias")
+SHARED = ("shared_gate_up", "shared_down")
+FP8 = {"dispatch_format": "fp8_block128"}
+CODES = ("gate_up", "down")
+
+
+def gelu(gate, up):
+    """A function that kernels do not know."""
+    return jax.nn.gelu(gate) * up
+
+
+def options():
+    """Returns the options; the first one is the plain layer."""
+    clamped = {"activation": experts.swiglu_clamped()}
+    fp8, fused = {"experts": experts.fp8}, {"fused_shared_expert": True}
+    yield Option("plain")
+    yield Option("biases", BIASES)
+    yield Option("gate and up apart", ("gate", "up"), ("gate_up",))
+    yield Option("swiglu_clamped, biases", BIASES, call=clamped)
+    yield Option("geglu", call={"activation": experts.geglu})
+    yield Option("a traced activation", call={"activation": gelu})
+    yield Option("shared expert", SHARED, products=1)
+    yield Option("shared expert, fused", SHARED, config=fused, products=1)
+    yield Option("float32 masters", ("masters",), CODES, weight_bytes=6)
+    yield Option("nvfp4 dispatch", config={"dispatch_format": "nvfp4"})
+    yield Option("portable", call={"experts": experts.portable})
+    yield Option(
+        "portable, gate and up apart",
+        ("gate", "up"),
+        ("gate_up",),
+        call={"experts": experts.portable},
+    )
+    made = {"config": FP8, "call": fp8, "weight_bytes": 4}
+    yield Option("fp8", **made)
+    yield Option("fp8, biases", BIASES, **made)
+    yield Option("fp8, swiglu_clamped", BIASES, **made | {"call": fp8 | clamped})
+    held = {"call": fp8, "gradients": False}
+    yield Option("fp8 codes", ("fp8_block128",), CODES, **held, config=FP8)
+    yield Option("mxfp4 codes", ("mxfp4",), CODES, **held)
+    yield Option("mxfp4 codes, fp8 rows", ("mxfp4",), CODES, **held, config=FP8)
+    four = held | {"call": fp8 | clamped}
+    yield Option("mxfp4 codes, swiglu_clamped", ("mxfp4", *BIASES), CODES, **four)
+
+
+def parameters(sizes, seed):
+    """Returns all parameters that an option may name."""
+    hidden, inner, count = sizes.hidden, sizes.inner, sizes.experts
+    keys = iter(jax.random.split(jax.random.key(seed), 16))
+
+    def drawn(*shape, scale=1.0):
+        values = jax.random.normal(next(keys), shape, jnp.bfloat16)
+        return values * jnp.bfloat16(scale)
+
+    gate_up = drawn(count, hidden, 2, inner, scale=hidden**-0.5)
+    down = drawn(count, inner, hidden, scale=inner**-0.5)
+    biases = (drawn(count, size, scale=0.1) for size in (inner, inner, hidden))
+    return {
+        "router": drawn(hidden, count, scale=hidden**-0.5).astype(jnp.float32),
+        "gate_up": gate_up,
+        "down": down,
+        **dict(zip(BIASES, biases, strict=True)),
+        "shared_gate_up": drawn(hidden, 2, inner, scale=hidden**-0.5),
+        "shared_down": drawn(inner, hidden, scale=inner**-0.5),
+    }
+
+
+def of_option(option, whole):
+    """Returns the parameters of an option, made of those of `parameters`."""
+    names = {"router", *CODES} - {*option.without} | {*option.params}
+    found = {name: whole[name] for name in names if name in whole}
+    if "gate" in names:
+        found["gate"], found["up"] = (whole["gate_up"][:, :, side] for side in (0, 1))
+    if "masters" in names:
+        found |= {name: whole[name].astype(jnp.float32) for name in CODES}
+    for form in ("fp8_block128", "mxfp4"):
+        if form in names:
+            make = functools.partial(experts.quantize_weights, format=form)
+            found["experts"] = jax.jit(make)(*(whole[name] for name in CODES))
+    return found
+
+
+def programs(ep, mesh, option, params):
+    """Returns the forward pass and the one with gradients, of (params, tokens)."""
+
+    def body(params, tokens):
+        y, aux = jax_ep.moe_ffn(ep, tokens, params, **option.call)
+        return y + (0 * aux.balance_loss).astype(y.dtype)
+
+    def spec(name):
+        return P() if name.startswith(("router", "shared")) else P("ep")
+
+    specs = {
+        name: jax.tree.map(lambda _, name=name: spec(name), value)
+        for name, value in params.items()
+    }
+    run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
+
+    def loss(trained, held, tokens):
+        y = run(trained | held, tokens)
+        return jnp.sum(y.astype(jnp.float32) * 1e-3)
+
+    def both(params, tokens):
+        held = {name: params[name] for name in params if name == "experts"}
+        trained = {name: value for name, value in params.items() if name not in held}
+        return jax.grad(loss, argnums=(0, 2))(trained, held, tokens)
+
+    yield "forward", jax.jit(run)
+    if option.gradients:
+        yield "gradients", jax.jit(both)
+
+
+def median_ms(run, args, seconds):
+    jax.block_until_ready(run(*args))
+    times, end = [], time.monotonic() + seconds
+    while time.monotonic() < end or len(times) < 3:
+        times.append(timing.seconds(lambda _: run(*args), CALLS, IN_FLIGHT))
+    return statistics.median(times) * 1e3
+
+
+def copy_rate(seconds, tiny):
+    """Returns the bytes per millisecond that a copy reads and writes."""
+    values = jnp.ones(2**12 if tiny else 2**28, jnp.float32)
+    ms = median_ms(jax.jit(lambda x: x + 1), (values,), seconds)
+    return 2 * values.nbytes / ms
+
+
+def measure(case, sizes, names, rate, seconds, seed):
+    """Yields the rows of a case."""
+    axes = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("ep",), axes, devices=jax.devices()[:1])
+    whole = parameters(sizes, seed)
+    shape = sizes.tokens, sizes.hidden
+    tokens = jax.random.normal(jax.random.key(seed + 1), shape, jnp.bfloat16)
+    elements = whole["gate_up"].size + whole["down"].size
+    plain = {}
+    for option in options():
+        if option.name not in names:
+            continue
+        params = of_option(option, whole)
+        rows = sizes.tokens * (
+            sizes.top_k + bool(option.config.get("fused_shared_expert"))
+        )
+        config = jax_ep.EPConfig(
+            num_experts=sizes.experts,
+            top_k=sizes.top_k,
+            hidden_size=sizes.hidden,
+            max_tokens_per_rank=sizes.tokens,
+            recv_capacity=rows,
+            **option.config,
+        )
+        with jax_ep.init(mesh, "ep", config) as ep:
+            for name, run in programs(ep, mesh, option, params):
+                ms = median_ms(run, (params, tokens), seconds)
+                memory = run.lower(params, tokens).compile().memory_analysis()
+                plain.setdefault(name, ms)
+                # A token's products with one expert are 1 / top_k of the plain ones.
+                more = plain[name] * option.products / sizes.top_k
+                explained = plain[name] + more + option.weight_bytes * elements / rate
+                yield {
+                    "case": case,
+                    "option": option.name,
+                    "pass": name,
+                    "ms": ms,
+                    "over plain": ms / plain[name],
+                    "explained": explained / plain[name],
+                    "of weights": memory.temp_size_in_bytes / (2 * elements),
+                }
+
+
+def main(arguments=None):
+    parser = common.parser(__doc__)
+    every = [option.name for option in options()]
+    parser.add_argument(
+        "--cases", nargs="+", default=[*CASES], choices=[*CASES, *SMALL]
+    )
+    parser.add_argument("--options", nargs="+", default=every, choices=every)
+    parser.add_argument("--seconds", type=float, default=0.1, help="per time, at least")
+    parser.add_argument("--seed", type=int, default=0, help="of all operands")
+    common.add_tiny(parser)
+    args = common.parsed(parser, arguments, TINY)
+    if jax.default_backend() != "gpu" and not args.tiny:
+        sys.exit("options.py: there is no GPU; run it with --tiny")
+    rate, rows = copy_rate(args.seconds, args.tiny), []
+    for case in args.cases:
+        sizes, names = (CASES | SMALL)[case], ("plain", *args.options)
+        for row in measure(case, sizes, names, rate, args.seconds, args.seed):
+            rows.append(row)
+            print(*(f"{v:.4g}" if type(v) is float else v for v in row.values()))
+    record = recording.head_here(
+        "layer-options",
+        "layers.options",
+        arguments,
+        cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
+        copy_gb_s=rate / 1e6,
+        results=rows,
+    )
+    recording.write(recording.of("layer-options", record), record, args.results)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
