@@ -106,6 +106,14 @@ def formats():
     return "\n\n".join(parts)
 
 
+def grouped(way):
+    """Shows the newest matmuls of `jax_ep.experts` beside this way to multiply."""
+    for data in reversed(records("grouped")):
+        if any(row["way"] == way for row in data["results"]):
+            return layer_tables.grouped(data, table)
+    return "No run is recorded yet."
+
+
 def targets():
     found = (newest(prefix, BOUND_BY_THE_LINK) for prefix in ("p2p", "formats"))
     return performance_tables.targets(*found, table)
@@ -184,11 +192,12 @@ def main():
         (BENCHMARKS, "host", from_newest("host", performance_tables.host)),
         (README, "layers", from_newest("layer", layer_tables.layers_in_short)),
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
-        (BENCHMARKS, "grouped", from_newest("grouped", layer_tables.grouped)),
+        (BENCHMARKS, "portable", grouped("portable")),
+        (BENCHMARKS, "grouped", grouped("jax_fusion")),
         (
             BENCHMARKS,
             "layer options",
-            from_newest("layer-options", layer_tables.options),
+            from_newest("moe-options", layer_tables.options),
         ),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
         (BENCHMARKS, "routers", from_newest("routers", layer_tables.routers)),

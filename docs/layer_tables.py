@@ -157,13 +157,15 @@ def grouped(data, table):
         place = row["case"], row["op"], row["room"]
         ways = found.setdefault(place, {})
         ways[row["way"]] = ways.get(row["way"], 0) + row.get("us", float("nan"))
-    more, rows = _more_ways(data), []
-    more = {"portable": "portable", **more}
+    others, rows = _other_ways(data["results"]), []
+    has_jax = "jax" in others
     for (case, op, room), us in found.items():
         ours = us["hopper"]
         rate = f"{_flops(data, case) / ours / 1e6:.0f}"
-        cells = [_number(us.get(way)) for way in ("jax", *more, "batched")]
-        ratios = _ratio(us.get("jax"), ours), _ratio(ours, us.get("batched"))
+        cells = [_number(us.get(way)) for way in (*others, "batched")]
+        ratios = [_ratio(ours, us.get("batched"))]
+        if has_jax:
+            ratios.insert(0, _ratio(us.get("jax"), ours))
         rows.append((case, OPS[op], room, _number(ours), rate, *cells, *ratios))
     sizes = "; ".join(
         f"{case} has {s['rows']} rows and {s['groups']} experts of hidden "
@@ -176,20 +178,38 @@ def grouped(data, table):
         f"with random group sizes: {sizes}. `room` is how many rows the operand has "
         "for each row in a group; in a default layer that is the number of ranks. "
         "Times are in microseconds, for gate, up and down together. "
-        "`portable` are the kernels for GPUs of compute capability 8.0 and newer, "
-        "compiled from the PTX of 8.0. "
-        "`jax` is `jax.lax.ragged_dot`, and `batched` is one matmul with the same "
-        f"number of rows in every group (cuBLAS). {_of_more_ways(data)}"
-        "`faster` is the time of `jax` over that of `hopper`, and `of batched` the "
-        "time of `hopper` over that of `batched`. "
-        "Results were compared in the same run."
+        f"{_of_ways(data, others)}"
+        "`batched` is one matmul with the same number of rows in every group "
+        f"(cuBLAS). {_of_more_ways(data)}"
+        f"{FASTER if has_jax else ''}`of batched` is the time of `hopper` over that of "
+        "`batched`. Results were compared in the same run."
     )
-    columns = ("size", "result", "room", "us", "TFLOP/s", "jax")
-    columns += (*more.values(), "batched", "faster", "of batched")
+    columns = ("size", "result", "room", "us", "TFLOP/s", *others.values(), "batched")
+    columns += ("faster",) * has_jax + ("of batched",)
     parts = [head, table(columns, rows)]
     if wholes:
         parts += _experts(data, table, wholes)
     return "\n\n".join(parts)
+
+
+FASTER = "`faster` is the time of `jax` over that of `hopper`. "
+# What the columns of other ways are.
+OTHER_WAYS = {
+    "portable": "`portable` are the kernels for GPUs of compute capability 8.0 and "
+    "newer, compiled from the PTX of 8.0. ",
+    "jax": "`jax` is `jax.lax.ragged_dot`. ",
+}
+
+
+def _other_ways(rows):
+    """Returns the columns of a record's ways besides `hopper` and `batched`."""
+    ways = {row["way"] for row in rows}
+    found = {way: way for way in OTHER_WAYS if way in ways}
+    return found | _more_ways({"results": rows})
+
+
+def _of_ways(data, others):
+    return "".join(OTHER_WAYS[way] for way in others if way in OTHER_WAYS)
 
 
 # The names of the columns of ways that not every record has.
@@ -256,8 +276,8 @@ def _experts(data, table, rows):
         "beforehand; `quantize` is the time it takes to make those of the weights, in "
         "both orientations."
     )
-    more = _more_ways({"results": rows})
-    ways = ("hopper", "portable", "fp8", "jax", *more, "batched")
+    more = _other_ways(rows)
+    ways = ("hopper", "fp8", *more, "batched")
     cells = [
         (*place, *(_number(us.get(way)) for way in ways)) for place, us in found.items()
     ]

@@ -10,7 +10,7 @@ products at the plain layer's rate and bytes at the rate of a copy that is timed
 same run. So `over explained` shows an option that costs more than what it does.
 `of weights` is the memory for intermediate results over the experts' weights in
 bfloat16. Ways with codes of weights have no gradients of those.
-Writes benchmarks/results/layer-options-<device>x1-<date>.json.
+Writes benchmarks/results/moe-options-<device>x1-<date>.json.
 """
 
 import functools
@@ -265,14 +265,14 @@ def main(arguments=None):
             rows.append(row)
             print(*(f"{v:.4g}" if type(v) is float else v for v in row.values()))
     record = recording.head_here(
-        "layer-options",
+        "moe-options",
         "layers.options",
         arguments,
         cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
         copy_gb_s=rate / 1e6,
         results=rows,
     )
-    recording.write(recording.of("layer-options", record), record, args.results)
+    recording.write(recording.of("moe-options", record), record, args.results)
     return 0
 
 
