@@ -43,9 +43,12 @@ class Sizes(typing.NamedTuple):
 CASES = {
     "mid": Sizes(2048, 1024, 64, 4096, 8),
     "large-64": Sizes(7168, 2048, 16, 4096, 8),
+    "gpt-oss": Sizes(2880, 2880, 32, 4096, 4),
     "decode-128": Sizes(7168, 2048, 64, 128, 8),
     "decode-32": Sizes(7168, 2048, 64, 32, 8),
     "decode-1": Sizes(7168, 2048, 64, 1, 8),
+    "gpt-oss-1": Sizes(2880, 2880, 32, 1, 4),
+    "gpt-oss-128": Sizes(2880, 2880, 32, 128, 4),
 }
 SMALL = {"tiny": Sizes(128, 128, 4, 16, 2)}
 TINY = ("--cases", *SMALL, "--seconds", "0")
@@ -64,6 +67,7 @@ class Option(typing.NamedTuple):
         products: matrices of an expert's size that every token is multiplied by.
         weight_bytes: bytes moved per element of the experts' weights.
         gradients: whether there are any of weights.
+        blocks: whether hidden and inner must be multiples of 128.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Option(typing.NamedTuple):
     products: int = 0
     weight_bytes: float = 0
     gradients: bool = True
+    blocks: bool = False
 
 
 BIASES = ("gate_bias", "up_bias", "down_bias")
@@ -108,14 +113,15 @@ def options():
         ("gate_up",),
         call={"experts": experts.portable},
     )
-    made = {"config": FP8, "call": fp8, "weight_bytes": 4}
+    made = {"config": FP8, "call": fp8, "weight_bytes": 4, "blocks": True}
     yield Option("fp8", **made)
     yield Option("fp8, biases", BIASES, **made)
     yield Option("fp8, swiglu_clamped", BIASES, **made | {"call": fp8 | clamped})
     held = {"call": fp8, "gradients": False}
-    yield Option("fp8 codes", ("fp8_block128",), CODES, **held, config=FP8)
+    rows = held | {"config": FP8, "blocks": True}
+    yield Option("fp8 codes", ("fp8_block128",), CODES, **rows)
     yield Option("mxfp4 codes", ("mxfp4",), CODES, **held)
-    yield Option("mxfp4 codes, fp8 rows", ("mxfp4",), CODES, **held, config=FP8)
+    yield Option("mxfp4 codes, fp8 rows", ("mxfp4",), CODES, **rows)
     four = held | {"call": fp8 | clamped}
     yield Option("mxfp4 codes, swiglu_clamped", ("mxfp4", *BIASES), CODES, **four)
 
@@ -212,7 +218,8 @@ def measure(case, sizes, names, rate, seconds, seed):
     elements = whole["gate_up"].size + whole["down"].size
     plain = {}
     for option in options():
-        if option.name not in names:
+        whole_blocks = sizes.hidden % 128 == 0 and sizes.inner % 128 == 0
+        if option.name not in names or (option.blocks and not whole_blocks):
             continue
         params = of_option(option, whole)
         rows = sizes.tokens * (

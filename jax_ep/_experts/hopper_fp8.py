@@ -293,8 +293,8 @@ def _mxfp4(
         if which == "down":
             return kernels.mxfp4_fprop(*given, columns, dtype, bias)
         assert bias is None
-        out = kernels.mxfp4_fprop(*given, 2 * columns, dtype)
-        return mxfp4.side_by_side(out)
+        whole = tiles.shape[1] * mxfp4.BLOCK_N
+        return mxfp4.side_by_side(kernels.mxfp4_fprop(*given, whole, dtype), columns)
 
     return multiply
 

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 BLOCK_N = 128  # columns of a tile, gate and up together
 ATOM_K = 32  # elements of the contracted dimension in an atom
 ATOM_BYTES = BLOCK_N * ATOM_K // 2 + BLOCK_N  # bytes of codes and scales
-ALIGNED = 128  # what the contracted dimension must be a multiple of
+ALIGNED = 128  # atoms come in as many as have this of the contracted dimension
+_ONE = 127  # the byte of a scale of 1
+COLUMNS = 8  # what those of a result must be a multiple of
 _RUN = 16  # columns of gate, and then of up
 # For each of the four codes in half a word: where its bits go, the lowest first.
 _PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (14, 10, 11, 13))
@@ -27,10 +29,11 @@ def shape(matrix: tuple[int, ...]) -> tuple[int, ...] | None:
     Returns None if the kernels do not take such sizes.
     """
     groups, contracted, *sides, columns = matrix
-    per_tile = BLOCK_N // 2 if sides else BLOCK_N
-    if contracted % ALIGNED or columns % per_tile:
+    if contracted % ATOM_K or columns % COLUMNS:
         return None
-    return groups, columns // per_tile, contracted // ATOM_K, ATOM_BYTES
+    per_tile = BLOCK_N // 2 if sides else BLOCK_N
+    atoms = -(-contracted // ALIGNED) * (ALIGNED // ATOM_K)
+    return groups, -(-columns // per_tile), atoms, ATOM_BYTES
 
 
 def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -40,10 +43,15 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
         codes: uint8 `[L, A / 2, 2, B]` or `[L, A / 2, B]`, as in `QuantizedWeights`.
         scales: float8_e8m0fnu `[L, A / 32, 2, B]` or `[L, A / 32, B]`.
     """
-    groups, halves, *sides, columns = codes.shape
+    found = shape((codes.shape[0], 2 * codes.shape[1], *codes.shape[2:]))
+    assert found is not None
+    groups, across, atoms, _ = found
+    sides = codes.shape[2:-1]
     count = sides[0] if sides else 1
-    across = columns * count // BLOCK_N
-    atoms = halves * 2 // ATOM_K
+    columns = across * BLOCK_N // count
+    bytes_ = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    codes = _padded(codes, atoms * ATOM_K // 2, columns, 0)
+    bytes_ = _padded(bytes_, atoms, columns, _ONE)
 
     def by_tile(values: jax.Array) -> jax.Array:
         """Splits `[L, atoms, ..., columns]` to `[L, tiles, atoms, ..., BLOCK_N]`."""
@@ -80,18 +88,26 @@ def tiles(codes: jax.Array, scales: jax.Array) -> jax.Array:
     packed = jnp.transpose(packed, (0, 1, 2, *order)).reshape(
         groups, across, atoms, BLOCK_N * ATOM_K // 2
     )
-    bytes_ = by_tile(jax.lax.bitcast_convert_type(scales, jnp.uint8))
+    bytes_ = by_tile(bytes_)
     bytes_ = bytes_.reshape(groups, across, atoms, 8, 2, 8)  # 16 m + 8 half + r
     bytes_ = jnp.transpose(bytes_, (0, 1, 2, 5, 3, 4))
     bytes_ = bytes_.reshape(groups, across, atoms, BLOCK_N)
     return jnp.concatenate([packed, bytes_], axis=-1)
 
 
-def side_by_side(products: jax.Array) -> jax.Array:
-    """Reorders columns of products, `[N, 2 * B]`, from tiles to all gate, then all up.
+def _padded(values: jax.Array, contracted: int, columns: int, by: int) -> jax.Array:
+    """Pads dimension 1 and the last one to these sizes."""
+    missing = [(0, 0)] * values.ndim
+    missing[1] = 0, contracted - values.shape[1]
+    missing[-1] = 0, columns - values.shape[-1]
+    return jnp.pad(values, missing, constant_values=by) if any(missing) else values
+
+
+def side_by_side(products: jax.Array, columns: int) -> jax.Array:
+    """Returns all gate, then all up, `[N, 2 * columns]`, from products by whole tiles.
 
     Tiles have 16 columns of gate and the same columns of up by turns.
     """
-    count, columns = products.shape
-    split = products.reshape(count, -1, 2, _RUN)
-    return jnp.moveaxis(split, 2, 1).reshape(count, columns)
+    count = products.shape[0]
+    split = jnp.moveaxis(products.reshape(count, -1, 2, _RUN), 2, 1)
+    return split.reshape(count, 2, -1)[:, :, :columns].reshape(count, 2 * columns)

@@ -19,10 +19,13 @@ from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.activations import Activation
 from jax_ep._experts.interface import Case, Experts
 from jax_ep._experts.quantized import QuantizedWeights
-from jax_ep._ops.dequantize import scales_by_row
+from jax_ep._ops.dequantize import dequantize, scales_by_row
 from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
 
-_ROW_FORMATS = ("bf16", "fp8_block128", "fp8_block128_e8m0")
+# Formats of rows that are multiplied as codes. Weights in "mxfp4" take the others, too,
+# which are decoded.
+_CODED = ("fp8_block128", "fp8_block128_e8m0")
+_ROW_FORMATS = ("bf16", *_CODED)
 
 
 class Fp8(Experts):
@@ -48,7 +51,7 @@ class Fp8(Experts):
         return False
 
     def multiple_of(self, weights: WeightFormat | None, rows: Format) -> int:
-        plain = weights == "mxfp4" and rows == "bf16"
+        plain = weights == "mxfp4" and rows not in _CODED
         return _quantized.multiple_of("mxfp4" if plain else "fp8_block128")
 
     @calls.explained(
@@ -73,7 +76,8 @@ class Fp8(Experts):
         Args:
             d: the `Dispatched` of one rank, of format "fp8_block128",
                 "fp8_block128_e8m0" or "bf16", whose rows are quantised here unless
-                weights are in "mxfp4".
+                weights are in "mxfp4". Those take any format: rows of others are
+                decoded, "mxfp8" exactly, to bfloat16.
             gate_up: `[L, H, 2, F]`, gate first; or a `QuantizedWeights` in place of
                 both matrices, which then get no gradients.
             down: `[L, F, H]`; None if `gate_up` is a `QuantizedWeights`.
@@ -93,15 +97,18 @@ class Fp8(Experts):
         Raises:
             TypeError, ValueError: while tracing, if an argument is not as described
                 above, or H or F is not a multiple of 128 (32 for weights in "mxfp4"
-                with rows in "bf16"); in the backward pass, if `d` lacks its
+                with rows that are not in "fp8_block128"); in the backward pass, if `d` lacks its
                 `grad_port`.
         """
         require_dispatched("experts.fp8", d)
         require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
-        if d.format not in _ROW_FORMATS:
+        given = gate_up if isinstance(gate_up, QuantizedWeights) else quantized
+        four_bits = isinstance(given, QuantizedWeights) and given.format == "mxfp4"
+        if d.format not in _ROW_FORMATS and not four_bits:
             raise errors.invalid(
                 "experts.fp8",
-                f"d must have one of the formats {list(_ROW_FORMATS)}",
+                f"d must have one of the formats {list(_ROW_FORMATS)}, or weights be "
+                'in "mxfp4"',
                 repr(d.format),
                 "set dispatch_format of the config to one of them, or leave experts "
                 "out",
@@ -153,7 +160,7 @@ class Fp8(Experts):
             assert masters is not None
             weights = quantize_weights(*masters, backward=True)
         with jax.named_scope("jax_ep.fp8"):
-            if d.format != "bf16":
+            if d.format in _CODED:
                 if d.scales is None:
                     raise errors.invalid(
                         "experts.fp8",
@@ -165,8 +172,8 @@ class Fp8(Experts):
                 rows = _operations.Rows(d.tokens, scales_by_row(d))
                 port = d.grad_port
             else:
-                port = d.tokens
-                values = jax.lax.stop_gradient(port)
+                port = d.tokens if d.format == "bf16" else d.grad_port
+                values = jax.lax.stop_gradient(dequantize(d))
                 rows = _operations.Rows(values, None)
                 if name != "mxfp4":
                     rows = _operations.quantized_rows(values)

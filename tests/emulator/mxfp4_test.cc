@@ -45,7 +45,9 @@ Draws Draw(Random& random) {
   draws.extremes = random.OneIn(3);
   // Fewer or more units than a block has warps.
   draws.k = 128 * (random.OneIn(4) ? random.In(7, 18) : random.In(1, 4));
+  if (!draws.fp8 && random.OneIn(2)) draws.k += 32 * random.In(-3, 3);
   draws.columns = (draws.gate_up ? 64 : 128) * random.In(1, 2);
+  if (!draws.fp8 && random.OneIn(2)) draws.columns = 8 * random.In(1, 33);
   const int64_t groups = random.OneIn(8) ? random.In(31, 40) : random.In(1, 5);
   // Each number of rows for which there is a kernel, and many rows.
   const bool many = random.OneIn(3);
@@ -91,7 +93,7 @@ struct Weights {
 // Random codes and scales, as protocol/matmul_steps.h lays them out.
 Weights MadeWeights(Random& random, const Draws& draws) {
   const int64_t sides = draws.sides(), n = draws.columns, k = draws.k;
-  const int64_t tiles = sides * n / kMxfp4BlockN, atoms = k / kMxfp4AtomK;
+  const int64_t tiles = (sides * n + kMxfp4BlockN - 1) / kMxfp4BlockN, atoms = Mxfp4Atoms(k);
   const int64_t bytes = draws.groups() * tiles * atoms * kMxfp4AtomBytes;
   Weights weights{Made<uint8_t>(bytes), {}};
   weights.values.resize(static_cast<size_t>(draws.groups() * k * sides * n));
@@ -108,7 +110,10 @@ Weights MadeWeights(Random& random, const Draws& draws) {
       const int64_t run = c / kMxfp4Run, side = run % sides;
       const int64_t column =
           tile * (kMxfp4BlockN / sides) + run / sides * kMxfp4Run + c % kMxfp4Run;
-      for (int64_t i = 0; i < kMxfp4AtomK; ++i) {
+      // Codes past the matrix are zeros.
+      const int64_t steps = Min(k - at % atoms * kMxfp4AtomK, column < n ? kMxfp4AtomK : 0);
+      if (steps <= 0) atom[2048 + 16 * r + 2 * m + h] = 127;
+      for (int64_t i = 0; i < steps; ++i) {
         const uint32_t code = static_cast<uint32_t>(random.In(0, 15));
         constexpr int kPlaces[][4] = {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {14, 10, 11, 13}};
         const int64_t q = i % 8 / 2, place = i / 8;

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_ep
 from jax_ep import experts
 from jax_ep._experts import (
     devices,
@@ -22,6 +23,7 @@ from support import fp8_experts as formula
 from support import helpers, quantizer
 from support.errors import check_form, check_state, raises
 from support.fp8_experts import cosine, dispatched, distance
+from support.grouped_kernels import fake_kernels as fake_kernels
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -571,3 +573,33 @@ def test_others_take_no_codes(name):
     with raises() as caught:
         getattr(experts, name)(ROWS, coded(), None, np.array([4], np.int32))
     check_form(caught, f"experts.{name}", "QuantizedWeights", "experts.fp8")
+
+
+@pytest.mark.parametrize("by", ["reference", "kernels"])
+def test_weights_in_mxfp4_take_rows_of_any_format(by, request):
+    """Those of "mxfp8" are exact in bfloat16. Sizes are multiples of 32, not of 128."""
+    if by == "kernels" and jax.default_backend() == "cpu":
+        request.getfixturevalue("fake_kernels")
+    hidden, inner = 96, 160
+    rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
+    codes = experts.quantize_weights(gate_up, down, format="mxfp4")
+    real = (np.arange(COUNT) < sum(SIZES))[:, None]
+    found = []
+    for name in ("mxfp8", "bf16"):
+        d = dispatched(rows, SIZES, "mxfp8", "bfloat16")
+        if name == "bf16":
+            decoded = np.asarray(jax_ep.dequantize(d), np.float32)
+            d = dispatched(decoded, SIZES, "bf16", "bfloat16")
+        port = "tokens" if name == "bf16" else "grad_port"
+
+        def loss(rows, d=d, port=port):
+            y = experts.fp8(dataclasses.replace(d, **{port: rows}), codes, None)
+            return jnp.sum(jnp.where(real, jnp.sin(y.astype(jnp.float32)), 0)), y
+
+        grad, y = jax.grad(loss, has_aux=True)(jnp.asarray(getattr(d, port)))
+        found.append((y[: sum(SIZES)], grad[: sum(SIZES)]))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(
+            *(np.asarray(x, np.float32) for x in (one, other))
+        )
+        assert np.any(np.asarray(one, np.float32))

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts, formats
 from jax_ep._experts import (
+    activations,
     devices,
     kernels,
     mxfp4,
@@ -475,8 +476,10 @@ def test_weights_are_transposed_in_one_pass(ready):
     four = experts.quantize_weights(gate_up, down, format="mxfp4")
     assert four.gate_up_transposed.shape == (3, 2 * F // 128, H // 32, 2176)
     assert four.down_transposed.shape == (3, H // 128, F // 32, 2176)
+    # Edges are padded to whole tiles.
     odd = experts.quantize_weights(gate_up[..., :96], down[:, :96], format="mxfp4")
-    assert odd.gate_up_transposed is odd.down_transposed is None
+    assert odd.gate_up_transposed.shape == (3, 2, H // 32, 2176)
+    assert odd.down_transposed.shape == (3, H // 128, 4, 2176)
 
 
 @pytest.mark.parametrize("canonical", [False, True])
@@ -559,6 +562,30 @@ def test_weights_in_mxfp4(canonical, form, ready):
             assert distance(got[real], one[real]) < CLOSE
             if ready is not None and known:
                 assert set(taken) == {"mxfp4_fprop"}
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(160, 96), (32, 288)])
+def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
+    """The kernels' tiles have edges that no matrix has."""
+    rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
+    sizes, real = jnp.array(SIZES, jnp.int32), slice(sum(SIZES))
+    here, there = HopperOperations(), Operations()
+    weights = here.quantize_weights(*map(jnp.asarray, (gate_up, down)), "mxfp4", False)
+    operand = Rows(jnp.asarray(rows, jnp.bfloat16), None)
+    bias = jnp.ones((3, inner), jnp.float32)
+    clamped = experts.swiglu_clamped(1.5, 1.0)
+    closed = activations.closed(clamped, (COUNT, inner), jnp.float32, frozenset())
+    inner_ops = Inner(bias, None, (), closed.run, activations.of_kernels(clamped))
+    for keep in (False, True):
+        given = operand, weights, sizes, inner_ops, keep, jnp.dtype("bfloat16")
+        (h, _), (want, _) = here.gate_up(*given), there.gate_up(*given)
+        assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
+        bias_of_down = jnp.ones((3, hidden), jnp.float32)
+        given = h, weights, "down", sizes, jnp.bfloat16, bias_of_down
+        got, one = here.fprop(*given), there.fprop(*given)
+        assert got.shape == (COUNT, hidden)
+        assert distance(got[real], one[real]) < CLOSE
+    assert ready is None or set(ready) == {"mxfp4_gate_up", "mxfp4_fprop"}
 
 
 @pytest.mark.parametrize(

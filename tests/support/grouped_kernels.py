@@ -312,15 +312,20 @@ def values_of_tiles(tiles: jax.Array, sides: int) -> jax.Array:
     return values.reshape(groups, steps * 32, -1)
 
 
-def _mxfp4(rows, scales, tiles, sizes, dtype, sides):
+def _mxfp4(rows, scales, tiles, sizes, columns, dtype, sides):
     assert dtype in (jnp.bfloat16, jnp.float32)
     assert rows.dtype == jnp.bfloat16
     values = rows if scales is None else _values(Fp8Rows(rows, scales))
-    return product(values, values_of_tiles(tiles, sides), sizes)
+    matrices = values_of_tiles(tiles, sides)
+    # Edges of tiles are zeros.
+    groups, contracted, _ = matrices.shape
+    matrices = matrices.reshape(groups, contracted, sides, -1)
+    real = matrices[:, : rows.shape[1], :, :columns]
+    return product(values, real.reshape(groups, rows.shape[1], -1), sizes)
 
 
 def mxfp4_fprop(rows, scales, tiles, sizes, columns, dtype, bias=None):
-    sums = _plus(_mxfp4(rows, scales, tiles, sizes, dtype, 1), bias, sizes)
+    sums = _plus(_mxfp4(rows, scales, tiles, sizes, columns, dtype, 1), bias, sizes)
     assert sums.shape[1] == columns
     return sums.astype(dtype)
 
@@ -335,7 +340,7 @@ def mxfp4_gate_up(
     bias=None,
     activation=kernels.SWIGLU,
 ):
-    sums = _plus(_mxfp4(rows, scales, tiles, sizes, dtype, 2), bias, sizes)
+    sums = _plus(_mxfp4(rows, scales, tiles, sizes, columns, dtype, 2), bias, sizes)
     gate, up = jnp.split(sums, 2, axis=1)
     assert gate.shape[1] == columns
     return activations.function_of(activation)(gate, up).astype(dtype)

@@ -343,11 +343,12 @@ struct Mxfp4Call : Call<Mxfp4Step> {
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, true);
-    RequireMultiple(check, *this, kMxfp4BlockN / kSides);
-    check.Require(sizes[Dim::A] % kMxfp4Align == 0, "A must be a multiple of 128");
+    RequireMultiple(check, *this, scaled ? kMxfp4BlockN / kSides : 8);
+    check.Require(sizes[Dim::A] % (scaled ? kMxfp4Align : kMxfp4AtomK) == 0,
+                  "A must be a multiple of 32, with scales of 128");
     sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
-    sizes.Set(Dim::Y, sizes[Dim::B] * kSides / kMxfp4BlockN);
-    sizes.Set(Dim::Z, sizes[Dim::A] / kMxfp4AtomK);
+    sizes.Set(Dim::Y, (sizes[Dim::B] * kSides + kMxfp4BlockN - 1) / kMxfp4BlockN);
+    sizes.Set(Dim::Z, Mxfp4Atoms(sizes[Dim::A]));
   }
   void Size(Checker& check) {
     step.gate_up = kSides == 2;

@@ -191,23 +191,31 @@ inline constexpr int64_t kMxfp4BlockN = 128;
 inline constexpr int64_t kMxfp4Run = 16;
 inline constexpr int64_t kMxfp4AtomK = 32;
 inline constexpr int64_t kMxfp4AtomBytes = kMxfp4BlockN * kMxfp4AtomK / 2 + kMxfp4BlockN;
-// K is a multiple of this.
+// Atoms come in as many as have this of K, and tiles as many as N takes; codes past K and N are
+// zeros.
 inline constexpr int64_t kMxfp4Align = 128;
+JAX_EP_HOST_DEVICE constexpr int64_t Mxfp4Atoms(int64_t k) {
+  return (k + kMxfp4Align - 1) / kMxfp4Align * (kMxfp4Align / kMxfp4AtomK);
+}
 
 // A matmul with such matrices, for few rows. Rows, NaN and sizes are treated as in MatmulStep.
 struct Mxfp4Step : ActivationOptions {
   bool gate_up;             // whether the activation follows
   ElementType out_element;  // bfloat16 or float32
   int64_t m;
-  int64_t groups;  // L
-  int64_t k;
-  int64_t n;              // of each side; a multiple of the columns that a tile has of it
+  int64_t groups;         // L
+  int64_t k;              // a multiple of kMxfp4AtomK, with scales of kMxfp4Align
+  int64_t n;              // of each side; a multiple of 8, with scales of a tile's columns of it
   const int32_t* sizes;   // [L]
   const void* a;          // [M, K] of bfloat16
   const float* a_scales;  // null, or factors of A [M, K / 128]
   const uint8_t* b;
   const float* bias;  // as in MatmulStep
   void* d;            // [M, N]
+
+  JAX_EP_HOST_DEVICE int64_t n_tiles() const {
+    return (n * (gate_up ? 2 : 1) + kMxfp4BlockN - 1) / kMxfp4BlockN;
+  }
 };
 
 }  // namespace jax_ep

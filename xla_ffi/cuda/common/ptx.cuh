@@ -227,6 +227,14 @@ __device__ __forceinline__ void AsyncCopy(void* shared, const void* global) {
   }
 }
 
+// The same of 16 bytes. Unless they exist, writes zeros and reads nothing.
+__device__ __forceinline__ void AsyncCopyOrZero(void* shared, const void* global, bool exists) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
 // ---- Bulk copies and their barriers -------------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 

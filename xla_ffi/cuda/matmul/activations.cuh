@@ -11,20 +11,10 @@
 
 namespace jax_ep::cuda {
 
-// Sigmoids by instructions that approximate, and by the library's functions. Times returns
-// x * sigmoid(z).
-struct FastSigmoid {
-  __device__ __forceinline__ static float Of(float z) {
-    constexpr float kLog2E = 1.44269504f;
-    return FastReciprocal(Add(1.0f, ExpTwo(Multiply(z, -kLog2E))));
-  }
-  __device__ __forceinline__ static float Times(float x, float z) { return Multiply(x, Of(z)); }
-};
-struct ExactSigmoid {
-  __device__ __forceinline__ static float Times(float x, float z) {
-    return Divide(x, Add(1.0f, expf(-z)));
-  }
-};
+__device__ __forceinline__ float Sigmoid(float z) {
+  constexpr float kLog2E = 1.44269504f;
+  return FastReciprocal(Add(1.0f, ExpTwo(Multiply(z, -kLog2E))));
+}
 
 // A function of gate, and its derivative.
 struct GateAndDerivative {
@@ -43,14 +33,13 @@ class ActivationOf {
   __device__ explicit ActivationOf(const ActivationOptions& options)
       : alpha_(options.alpha), limit_(options.limit) {}
 
-  template <typename Sigmoid = FastSigmoid>
   __device__ __forceinline__ float OfGate(float gate) const {
     if constexpr (kActivation == Activation::kReluSquared) {
       const float positive = Positive(gate);
       return Multiply(positive, positive);
     } else {
       const float g = Bounded(gate);
-      return Sigmoid::Times(g, Inside(g));
+      return Multiply(g, Sigmoid(Inside(g)));
     }
   }
 
@@ -60,7 +49,7 @@ class ActivationOf {
       return {Multiply(positive, positive), Add(positive, positive)};
     } else {
       const float g = Bounded(gate);
-      const float sigmoid = FastSigmoid::Of(Inside(g));
+      const float sigmoid = Sigmoid(Inside(g));
       const float value = Multiply(g, sigmoid);
       // With z = Inside(g): sigmoid + g * z' * sigmoid * (1 - sigmoid).
       const float rest = Multiply(value, InsideDerivative(g));

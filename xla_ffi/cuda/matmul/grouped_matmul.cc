@@ -28,8 +28,8 @@ bool Fits(const MatmulStep& step) {
          // Tensor copies count rows of results in int32.
          (step.kind != MatmulKind::kWgrad || step.groups * step.k < kMostRows) &&
          (!IsFp8(step.kind) || step.m * (step.k / 128) <= kMostScales) && Aligned(step.a) &&
-         Aligned(step.b) && Aligned(step.b_up) && Aligned(step.bias) && Aligned(step.gate_up_rows) && Aligned(step.d) &&
-         Aligned(step.to_gate_up_rows);
+         Aligned(step.b) && Aligned(step.b_up) && Aligned(step.bias) &&
+         Aligned(step.gate_up_rows) && Aligned(step.d) && Aligned(step.to_gate_up_rows);
 }
 
 template <typename Element>

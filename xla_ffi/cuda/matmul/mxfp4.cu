@@ -13,13 +13,15 @@ constexpr int64_t kMostRows = int64_t{1} << 31;
 constexpr int64_t kFewRows = 24;
 
 bool Fits(const Mxfp4Step& step) {
-  const int64_t tile = step.gate_up ? kMxfp4BlockN / 2 : kMxfp4BlockN;
+  const bool scaled = step.a_scales != nullptr;
+  const int64_t k_align = scaled ? kMxfp4Align : kMxfp4AtomK;
+  const int64_t n_align = scaled ? kMxfp4BlockN / (step.gate_up ? 2 : 1) : 8;
   const auto aligned = [](const void* pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
   };
   return step.m >= 0 && step.m < kMostRows && step.groups >= 0 && step.groups < kMostRows &&
-         step.k > 0 && step.k % kMxfp4Align == 0 && step.k < kMostRows && step.n > 0 &&
-         step.n % tile == 0 && step.n < kMostRows && step.out_element != ElementType::kFloat16 &&
+         step.k > 0 && step.k % k_align == 0 && step.k < kMostRows && step.n > 0 &&
+         step.n % n_align == 0 && step.n < kMostRows && step.out_element != ElementType::kFloat16 &&
          aligned(step.a) && aligned(step.b) && aligned(step.d);
 }
 

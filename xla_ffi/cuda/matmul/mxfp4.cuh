@@ -84,6 +84,13 @@ __device__ __forceinline__ void AwaitStage(uint64_t* barrier, uint32_t parity) {
   }
 }
 
+// With scales K consists of whole blocks.
+template <bool kScaled>
+__device__ __forceinline__ int32_t Mxfp4Blocks(const Mxfp4Step& step) {
+  const int64_t more = kScaled ? 0 : kMxfp4BlockK - 1;
+  return static_cast<int32_t>((step.k + more) / kMxfp4BlockK);
+}
+
 // Finds this block's tiles, one after the other. Called by a whole warp.
 class Mxfp4Scheduler {
  public:
@@ -173,7 +180,7 @@ template <bool kScaled>
 __device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles,
                                           const Mxfp4Memory<kScaled>& memory) {
   using Layout = Mxfp4Layout<kScaled>;
-  const int32_t k_blocks = static_cast<int32_t>(step.k / kMxfp4BlockK);
+  const int32_t k_blocks = Mxfp4Blocks<kScaled>(step);
   const int64_t row_bytes = step.k * 2;
   Mxfp4Scheduler scheduler(step, kMxfp4BlockM, kMxfp4Band, n_tiles);
   RingCursor<Layout::kStages> at;
@@ -181,7 +188,7 @@ __device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles
     const Mxfp4Tile tile = scheduler.Next();
     more = tile.group >= 0;
     const int64_t matrix = static_cast<int64_t>(max(tile.group, 0)) * n_tiles + tile.n_tile;
-    const uint8_t* weights = step.b + matrix * (step.k / kMxfp4AtomK) * kMxfp4AtomBytes;
+    const uint8_t* weights = step.b + matrix * Mxfp4Atoms(step.k) * kMxfp4AtomBytes;
     const uint8_t* rows = static_cast<const uint8_t*>(step.a) +
                           (tile.row + Lane() / 4) * row_bytes + Lane() % 4 * Layout::kPieceBytes;
     JAX_EP_NO_UNROLL
@@ -201,9 +208,15 @@ __device__ __forceinline__ void LoadMxfp4(const Mxfp4Step& step, int32_t n_tiles
         if (8 * row_tile + Lane() / 4 >= tile.rows) break;
 #pragma unroll
         for (int atom = 0; atom < kAtomsOfStage; ++atom) {
-          AsyncCopy<Layout::kPieceBytes>(
-              stage + Layout::PieceAt(atom, row_tile, Lane() % 4, Lane() / 4),
-              rows + 8 * row_tile * row_bytes + atom * (Layout::kRowBytes / kAtomsOfStage));
+          uint8_t* to = stage + Layout::PieceAt(atom, row_tile, Lane() % 4, Lane() / 4);
+          const uint8_t* from =
+              rows + 8 * row_tile * row_bytes + atom * (Layout::kRowBytes / kAtomsOfStage);
+          if constexpr (kScaled) {
+            AsyncCopy<Layout::kPieceBytes>(to, from);
+          } else {
+            // What lies past K belongs to other rows.
+            AsyncCopyOrZero(to, from, k_block * kMxfp4BlockK + atom * kMxfp4AtomK < step.k);
+          }
         }
       }
       AsyncArrive(&memory.full[at.slot()]);
@@ -351,7 +364,7 @@ __device__ __forceinline__ void MultiplyMxfp4Tile(Mxfp4Sums<kRowTiles>& sums, co
       for (float& sum : of_rows) sum = 0.0f;
     }
   }
-  const int32_t k_blocks = static_cast<int32_t>(step.k / kMxfp4BlockK);
+  const int32_t k_blocks = Mxfp4Blocks<kScaled>(step);
   RowScales<kRowTiles> scales{}, next{};
   if constexpr (kScaled) {
     scales.Load(step, tile, 0);
@@ -385,9 +398,11 @@ __device__ __forceinline__ void MultiplyMxfp4Tile(Mxfp4Sums<kRowTiles>& sums, co
 
 // ---- Storing ------------------------------------------------------------------------------------
 
-// Stores two neighbouring results.
+// Stores two neighbouring results, if there are such columns. kWhole: they exist in any case.
+template <bool kWhole>
 __device__ __forceinline__ void StoreTwo(const Mxfp4Step& step, int64_t row, int64_t column,
                                          float low, float high) {
+  if (!kWhole && column >= step.n) return;
   const int64_t at = row * step.n + column;
   if (step.out_element == ElementType::kFloat32) {
     *reinterpret_cast<uint2*>(static_cast<float*>(step.d) + at) =
@@ -400,6 +415,7 @@ __device__ __forceinline__ void StoreTwo(const Mxfp4Step& step, int64_t row, int
 
 // Stores one column tile of one row tile, from `column` on. A lane's sums are of one column; by an
 // exchange with its neighbour it gets two columns of one row.
+template <bool kWhole>
 __device__ __forceinline__ void StoreSumsOf(const Mxfp4Step& step, const Mxfp4Tile& tile,
                                             int row_tile, int64_t column, const float (&sums)[4]) {
   const int odd = Lane() / 4 % 2;
@@ -410,19 +426,20 @@ __device__ __forceinline__ void StoreSumsOf(const Mxfp4Step& step, const Mxfp4Ti
     const float own = odd ? next : even;
     const float other = __shfl_xor_sync(kFullWarp, odd ? even : next, 4);
     if (row >= tile.rows) continue;
-    StoreTwo(step, tile.row + row, column + half * 8 + Lane() / 4 - odd, odd ? other : own,
-             odd ? own : other);
+    StoreTwo<kWhole>(step, tile.row + row, column + half * 8 + Lane() / 4 - odd, odd ? other : own,
+                     odd ? own : other);
   }
 }
 
 // Adds a group's bias of a side to the sums of a row tile, in 16 columns from `column` on.
-template <typename... Sums>
+template <bool kWhole>
 __device__ __forceinline__ void AddBiasOf(const Mxfp4Step& step, int64_t side, int64_t column,
                                           float (&sums)[4]) {
   if (step.bias == nullptr) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float own = step.bias[side * step.n + column + half * 8 + Lane() / 4];
+    const int64_t at = column + half * 8 + Lane() / 4;
+    const float own = kWhole || at < step.n ? step.bias[side * step.n + at] : 0.0f;
     sums[2 * half] = Add(sums[2 * half], own);
     sums[2 * half + 1] = Add(sums[2 * half + 1], own);
   }
@@ -445,8 +462,8 @@ __device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Ti
     };
 #pragma unroll
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
-      AddBiasOf(step, 2 * int64_t{tile.group}, column(), sums[0][row_tile]);
-      AddBiasOf(step, 2 * int64_t{tile.group} + 1, column(), sums[1][row_tile]);
+      AddBiasOf<kScaled>(step, 2 * int64_t{tile.group}, column(), sums[0][row_tile]);
+      AddBiasOf<kScaled>(step, 2 * int64_t{tile.group} + 1, column(), sums[1][row_tile]);
     }
     WithActivation(step, [&](auto activation) {
 #pragma unroll
@@ -454,14 +471,13 @@ __device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Ti
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& h = sums[0][row_tile][i];
-          h = Multiply(activation.template OfGate<ExactSigmoid>(h),
-                       activation.OfUp(sums[1][row_tile][i]));
+          h = Multiply(activation.OfGate(h), activation.OfUp(sums[1][row_tile][i]));
         }
       }
     });
 #pragma unroll
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
-      StoreSumsOf(step, tile, row_tile, column(), sums[0][row_tile]);
+      StoreSumsOf<kScaled>(step, tile, row_tile, column(), sums[0][row_tile]);
     }
   } else {
 #pragma unroll
@@ -470,8 +486,8 @@ __device__ __forceinline__ void Mxfp4TileOf(const Mxfp4Step& step, const Mxfp4Ti
       for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
         const int64_t column = static_cast<int64_t>(tile.n_tile) * kMxfp4BlockN +
                                (Warp() * kColumnTiles + column_tile) * kMxfp4Run;
-        AddBiasOf(step, tile.group, column, sums[column_tile][row_tile]);
-        StoreSumsOf(step, tile, row_tile, column, sums[column_tile][row_tile]);
+        AddBiasOf<kScaled>(step, tile.group, column, sums[column_tile][row_tile]);
+        StoreSumsOf<kScaled>(step, tile, row_tile, column, sums[column_tile][row_tile]);
       }
     }
   }
@@ -481,8 +497,7 @@ template <bool kScaled, bool kGateUp>
 __global__ void __launch_bounds__(kMxfp4Threads, Mxfp4Layout<kScaled>::kBlocks)
     Mxfp4Kernel(const __grid_constant__ Mxfp4Step step) {
   using Layout = Mxfp4Layout<kScaled>;
-  constexpr int kSides = kGateUp ? 2 : 1;
-  const int32_t n_tiles = static_cast<int32_t>(step.n * kSides / kMxfp4BlockN);
+  const int32_t n_tiles = static_cast<int32_t>(step.n_tiles());
   const Mxfp4Memory<kScaled> memory(SharedBytes());
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < Layout::kStages; ++stage) {

@@ -52,6 +52,10 @@ struct ManyMemory {
   }
 };
 
+__device__ __forceinline__ int32_t ManyBlocks(const Mxfp4Step& step) {
+  return static_cast<int32_t>(Mxfp4Atoms(step.k)) / kManyAtoms;
+}
+
 using ManyCursor = RingCursor<kManyStages>;
 
 // ---- Loading ------------------------------------------------------------------------------------
@@ -59,8 +63,8 @@ using ManyCursor = RingCursor<kManyStages>;
 // Called by a warp. `n_tile` of these tiles counts pairs of tiles of columns.
 __device__ __forceinline__ void LoadMany(const CUtensorMap* rows, const Mxfp4Step& step,
                                          int32_t n_tiles, const ManyMemory& memory) {
-  const int32_t k_blocks = static_cast<int32_t>(step.k / kManyBlockK);
-  const int64_t matrix_bytes = step.k / kMxfp4AtomK * kMxfp4AtomBytes;
+  const int32_t k_blocks = ManyBlocks(step);
+  const int64_t matrix_bytes = Mxfp4Atoms(step.k) * kMxfp4AtomBytes;
   Mxfp4Scheduler scheduler(step, kManyBlockM, kManyBand, (n_tiles + 1) / 2);
   ManyCursor at;
   for (bool more = true; more;) {
@@ -101,7 +105,7 @@ __device__ __forceinline__ void LoadMany(const CUtensorMap* rows, const Mxfp4Ste
 __device__ __forceinline__ void LoadManyFactors(const Mxfp4Step& step, int32_t n_tiles,
                                                 const ManyMemory& memory) {
   constexpr int kPerLane = kManyBlockM / kWarpSize;
-  const int32_t k_blocks = static_cast<int32_t>(step.k / kManyBlockK);
+  const int32_t k_blocks = ManyBlocks(step);
   const int64_t stride = step.k / kMxfp4Align;
   Mxfp4Scheduler scheduler(step, kManyBlockM, kManyBand, (n_tiles + 1) / 2);
   ManyCursor at;
@@ -296,7 +300,7 @@ __device__ __forceinline__ void MultiplyManyTiles(const Mxfp4Step& step, int32_t
                                                   uint32_t warpgroup, const ManyMemory& memory) {
   const FewRowsMemory few{memory.drains, nullptr, nullptr,
                           Uniform(threadIdx.x / kWarpSize) - kManyThreads / kWarpSize / 3, 0};
-  const int32_t k_blocks = static_cast<int32_t>(step.k / kManyBlockK);
+  const int32_t k_blocks = ManyBlocks(step);
   ManyCursor at;
   while (true) {
     AwaitStage(&memory.shared.full[at.slot()], at.parity());
@@ -327,7 +331,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     Mxfp4ManyKernel(const __grid_constant__ CUtensorMap rows,
                     const __grid_constant__ Mxfp4Step step) {
   const ManyMemory memory(SharedAtoms());
-  const int32_t n_tiles = static_cast<int32_t>(step.n * (kGateUp ? 2 : 1) / kMxfp4BlockN);
+  const int32_t n_tiles = static_cast<int32_t>(step.n_tiles());
   if (threadIdx.x == 0) {
     PrefetchTensorMap(&rows);
     for (uint32_t stage = 0; stage < kManyStages; ++stage) {

@@ -121,6 +121,9 @@ void AsyncCopy(void* shared, const void* global) {
   static_assert(kBytes == 8 || kBytes == 16);
   emulator::OwnCopy(shared, global, kBytes);
 }
+inline void AsyncCopyOrZero(void* shared, const void* global, bool exists) {
+  emulator::OwnCopy(shared, exists ? global : nullptr, 16);
+}
 using emulator::AsyncArrive;
 
 // ---- Bulk copies and their barriers -------------------------------------------------------------

@@ -124,8 +124,8 @@ void WgmmaFewRows(float (&sums)[kRows / 2], uint64_t columns, uint64_t rows, boo
 template <int kRows>
 void WgmmaOfRegisters(float (&sums)[kRows / 2], const uint32_t (&columns)[4], uint64_t rows,
                       bool add) {
-  emulator::IssueProduct(
-      {emulator::Operands::kBFloat16, kRows, false, false, add, 0, rows, true}, sums, columns);
+  emulator::IssueProduct({emulator::Operands::kBFloat16, kRows, false, false, add, 0, rows, true},
+                         sums, columns);
 }
 
 // ---- A warp's registers to shared memory --------------------------------------------------------
