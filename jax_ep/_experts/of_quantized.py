@@ -97,8 +97,8 @@ class Fp8(Experts):
         Raises:
             TypeError, ValueError: while tracing, if an argument is not as described
                 above, or H or F is not a multiple of 128 (32 for weights in "mxfp4"
-                with rows that are not in "fp8_block128"); in the backward pass, if `d` lacks its
-                `grad_port`.
+                with rows that are not in "fp8_block128"); in the backward pass, if `d`
+                lacks its `grad_port`.
         """
         require_dispatched("experts.fp8", d)
         require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
