@@ -36,7 +36,8 @@ class Static(NamedTuple):
         activation: as in `Inner`.
         of_kernels: as in `Inner`.
         has_port: whether there is a `port` to take the cotangents of rows.
-        masters: dtypes of the gradients of gate_up and down; None if there are none.
+        masters: dtypes of the gradients of gate_up, or of gate and of up, and of down;
+            None if there are none.
         operations: the operations to use.
     """
 
@@ -44,7 +45,7 @@ class Static(NamedTuple):
     activation: Callable[..., jax.Array] | None
     of_kernels: kernels.Activation | None
     has_port: bool
-    masters: tuple[Any, Any] | None
+    masters: Any
     operations: Operations
 
     def inner(self, biases: Biases, consts: Any) -> Inner:
@@ -56,7 +57,7 @@ class Static(NamedTuple):
 def apply(
     static: Static,
     port: jax.Array | None,
-    masters: tuple[jax.Array, jax.Array] | None,
+    masters: tuple[kernels.GateUp, jax.Array] | None,
     biases: Biases,
     activation: Activation | None,
     rows: Rows,
@@ -68,8 +69,9 @@ def apply(
     Args:
         static: see `Static`; its activation is set here.
         port: `[N, H]`, which gets the cotangent of the rows; its values are not read.
-        masters: gate_up and down, which get the cotangents of the weights; their values
-            are not read either, so XLA leaves out what computes them.
+        masters: gate_up, which may be a pair, and down, which get the cotangents of the
+            weights; their values are not read either, so XLA leaves out what computes
+            them.
         biases: see `Biases`.
         activation: a function of (gate, up) in float32; None means
             `silu(gate) * up`.
@@ -192,11 +194,16 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
     to_biases = _bias_grads(static, biases, side_by_side, cotangent, sizes)
     to_masters = None
     if static.masters is not None:
-        to_gate_up = _wgrad(static, rows, side_by_side, sizes, static.masters[0])
-        to_masters = (
-            to_gate_up.reshape(weights.shapes[0]),
-            _wgrad(static, h, cotangent, sizes, static.masters[1]),
-        )
+        first, second = static.masters
+        if isinstance(first, tuple):
+            to_gate_up: Any = tuple(
+                _wgrad(static, rows, to_gate_up_rows, sizes, dtype, side)
+                for side, dtype in enumerate(first)
+            )
+        else:
+            found = _wgrad(static, rows, side_by_side, sizes, first)
+            to_gate_up = found.reshape(weights.shapes[0])
+        to_masters = to_gate_up, _wgrad(static, h, cotangent, sizes, second)
     return to_rows, to_masters, to_biases, to_consts, None, None, None
 
 
@@ -239,10 +246,15 @@ def _matmul(
 
 
 def _wgrad(
-    static: Static, rows: Rows, cotangent: jax.Array, sizes: jax.Array, dtype: Any
+    static: Static,
+    rows: Rows,
+    cotangent: jax.Array,
+    sizes: jax.Array,
+    dtype: Any,
+    side: int | None = None,
 ) -> jax.Array:
     def run(rows: Any, cotangent: Any, sizes: Any) -> Any:
-        return static.operations.wgrad(rows, cotangent, sizes, dtype)
+        return static.operations.wgrad(rows, cotangent, sizes, dtype, side)
 
     return batching.in_turn(run)(rows, cotangent, sizes)
 

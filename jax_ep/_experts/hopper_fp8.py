@@ -35,7 +35,7 @@ class HopperOperations(Operations):
 
     def quantize_weights(
         self,
-        gate_up: jax.Array,
+        gate_up: kernels.GateUp,
         down: jax.Array,
         name: WeightFormat,
         backward: bool,
@@ -44,7 +44,7 @@ class HopperOperations(Operations):
         if name == "mxfp4":
             weights = super().quantize_weights(gate_up, down, name, backward)
             return self.prepare(weights)
-        if not _few_bits(gate_up, down):
+        if not _few_bits(*jax.tree.leaves(gate_up), down):
             return super().quantize_weights(gate_up, down, name, backward)
         first, second = _quantize(gate_up), _quantize(down[:, :, None])
         return QuantizedWeights(
@@ -194,7 +194,12 @@ class HopperOperations(Operations):
         return Rows(_side_by_side(codes), _side_by_side(scales)), plain, ()
 
     def wgrad(
-        self, rows: Rows, cotangents: jax.Array, sizes: jax.Array, dtype: Any
+        self,
+        rows: Rows,
+        cotangents: jax.Array,
+        sizes: jax.Array,
+        dtype: Any,
+        side: int | None = None,
     ) -> jax.Array:
         """Overrides `Operations.wgrad`."""
         operand = _fp8_rows(rows)
@@ -205,7 +210,8 @@ class HopperOperations(Operations):
         cotangents = cotangents.astype(jnp.bfloat16)
         # The kernel writes either bfloat16 or the float32 sums.
         out = dtype if dtype == jnp.bfloat16 else jnp.float32
-        return kernels.HOPPER.wgrad(values, cotangents, sizes, out).astype(dtype)
+        found = kernels.HOPPER.wgrad(values, cotangents, sizes, out, side)
+        return found.astype(dtype)
 
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Overrides `Operations.quantize_cotangents`."""
@@ -314,20 +320,27 @@ def _merged(matrices: jax.Array) -> jax.Array:
     return matrices.reshape(*matrices.shape[:2], -1)
 
 
-def _quantize(matrices: jax.Array) -> tuple[jax.Array, ...]:
+def _quantize(matrices: kernels.GateUp) -> tuple[jax.Array, ...]:
     """Runs `kernels.quantize_matrices` on each device's own part.
 
     Outside of shard_map, XLA cannot partition a custom call and would gather its
-    operand. With explicit axes, JAX has no sharding rule for one.
+    operand. With explicit axes, JAX has no sharding rule for one. There a pair is
+    joined first.
     """
-    placed = jax.typeof(matrices).sharding
-    if any(entry is not None for entry in placed.spec):
-        outs = _out_shardings(placed.mesh, matrices.shape, placed.spec)
-        by_part: Any = jax.sharding.auto_axes(_partitioned, out_sharding=outs)
-        return by_part(matrices)
     mesh = jax.sharding.get_abstract_mesh()
     # Arrays may be sharded even if no mesh is set.
     unknown = mesh.empty or AxisType.Auto in mesh.axis_types
+    placed = jax.typeof(jax.tree.leaves(matrices)[0]).sharding
+    explicit = any(entry is not None for entry in placed.spec)
+    if isinstance(matrices, tuple):
+        if not unknown and not explicit:
+            return kernels.quantize_matrices(matrices)
+        matrices = jnp.stack(matrices, 2)
+        placed = jax.typeof(matrices).sharding
+    if explicit:
+        outs = _out_shardings(placed.mesh, matrices.shape, placed.spec)
+        by_part: Any = jax.sharding.auto_axes(_partitioned, out_sharding=outs)
+        return by_part(matrices)
     return (_partitioned if unknown else kernels.quantize_matrices)(matrices)
 
 

@@ -549,20 +549,20 @@ def _mxfp4(
     )
 
 
-def quantize_matrices(
-    matrices: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantises `[L, A, Z, B]` per 128 x 128 of A and B.
+def quantize_matrices(matrices: GateUp) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantises `[L, A, Z, B]`, or a pair of `[L, A, B]`, per 128 x 128 of A and B.
 
     Returns:
         Codes in the same order; scales `[L, A / 128, Z, B / 128]`; the transposed
         codes, `[L, Z, B, A]`.
     """
+    first, up = _sides(matrices)
+    dims = {"X": first.shape[1] // BLOCK, "Y": first.shape[3] // BLOCK}
     found = tables.call(
         "ep_quantize_matrices",
-        matrices,
-        {"X": matrices.shape[1] // BLOCK, "Y": matrices.shape[3] // BLOCK},
-        {"matrices": matrices},
+        first,
+        dims | {"C": first.shape[2] if up is None else 2},
+        {"matrices": first, "up": up},
         {"transposed": True},
     )
     assert found.transposed is not None

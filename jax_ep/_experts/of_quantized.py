@@ -18,6 +18,7 @@ from jax_ep._experts import orders, select
 from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.activations import Activation
 from jax_ep._experts.interface import Case, Experts
+from jax_ep._experts.kernels import GateUp
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._ops.dequantize import dequantize, scales_by_row
 from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
@@ -42,6 +43,7 @@ class Fp8(Experts):
     """
 
     takes_dispatched = True
+    takes_pair = True
     splits_by_group = True
     quantizes: WeightFormat | None = "fp8_block128"
     name = "fp8"
@@ -62,7 +64,7 @@ class Fp8(Experts):
     def __call__(
         self,
         d: Dispatched,
-        gate_up: jax.Array | QuantizedWeights,
+        gate_up: GateUp | QuantizedWeights,
         down: jax.Array | None,
         *,
         quantized: QuantizedWeights | None = None,
@@ -78,8 +80,9 @@ class Fp8(Experts):
                 "fp8_block128_e8m0" or "bf16", whose rows are quantised here unless
                 weights are in "mxfp4". Those take any format: rows of others are
                 decoded, "mxfp8" exactly, to bfloat16.
-            gate_up: `[L, H, 2, F]`, gate first; or a `QuantizedWeights` in place of
-                both matrices, which then get no gradients.
+            gate_up: `[L, H, 2, F]`, gate first, or a pair of gate and up `[L, H, F]`;
+                or a `QuantizedWeights` in place of both matrices, which then get no
+                gradients.
             down: `[L, F, H]`; None if `gate_up` is a `QuantizedWeights`.
             quantized: codes of gate_up and down that were made before, so that this
                 call does not quantise them. The products use the codes, and gate_up and
@@ -130,7 +133,7 @@ class Fp8(Experts):
         codes = None if weights is None else _checked_codes("experts.fp8", weights)
         shapes = codes
         if masters is not None:
-            shapes = masters[0].shape, masters[1].shape
+            shapes = _shape_of_both(masters[0]), masters[1].shape
             if codes not in (None, shapes):
                 raise errors.invalid(
                     "experts.fp8",
@@ -182,7 +185,7 @@ class Fp8(Experts):
                 None,
                 None,
                 port is not None,
-                None if masters is None else (masters[0].dtype, masters[1].dtype),
+                jax.tree.map(lambda matrix: matrix.dtype, masters),
                 select.operations(),
             )
             biases = _fp8.Biases(gate_bias, up_bias, down_bias)
@@ -192,7 +195,7 @@ class Fp8(Experts):
 
 
 def quantize_weights(
-    gate_up: jax.Array,
+    gate_up: GateUp,
     down: jax.Array,
     format: WeightFormat = "fp8_block128",
     backward: bool = False,
@@ -207,7 +210,8 @@ def quantize_weights(
     a multiple of 128 rows (32 for "mxfp4").
 
     Args:
-        gate_up: `[L, H, 2, F]`, gate first, of a floating dtype of 16 bits or more.
+        gate_up: `[L, H, 2, F]`, gate first, of a floating dtype of 16 bits or more; or
+            a pair of gate and up `[L, H, F]`.
         down: `[L, F, H]`.
         format: "fp8_block128", e4m3 with a float32 scale per 128 x 128 elements of each
             matrix; or "mxfp4", e2m1 with a power of two as the scale of 32 elements
@@ -233,15 +237,15 @@ def quantize_weights(
             operand="format",
         )
     given = _checked_masters(function, gate_up, down)
-    _, hidden, _, inner = given[0].shape
+    _, inner, hidden = given[1].shape
     _require_multiple(function, hidden, inner, _quantized.multiple_of(format))
 
-    def run(gate_up: jax.Array, down: jax.Array) -> QuantizedWeights:
+    def run(gate_up: GateUp, down: jax.Array) -> QuantizedWeights:
         compute = select.operations()
         return compute.quantize_weights(gate_up, down, format, backward)
 
     with jax.named_scope("jax_ep.quantize_weights"):
-        return batching.in_turn(run)(*map(jax.lax.stop_gradient, given))
+        return batching.in_turn(run)(*jax.lax.stop_gradient(given))
 
 
 def prepare(weights: QuantizedWeights) -> QuantizedWeights:
@@ -276,12 +280,27 @@ _MASTERS = orders.MATRICES._replace(
 )
 
 
+_PAIR = orders.PAIR._replace(dtype=operands.WIDE_FLOATS, cast=_MASTERS.cast)
+
+
 def _checked_masters(
     function: str, gate_up: Any, down: Any
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[GateUp, jax.Array]:
+    if orders.is_pair(gate_up):
+        given = {"gate": gate_up[0], "up": gate_up[1], "down": down}
+        arrays = operands.checked(function, (_PAIR,), given)
+        return (arrays["gate"], arrays["up"]), arrays["down"]
     given = {"gate_up": gate_up, "down": down}
     arrays = operands.checked(function, (_MASTERS,), given)
     return arrays["gate_up"], arrays["down"]
+
+
+def _shape_of_both(gate_up: GateUp) -> tuple[int, ...]:
+    """Returns the shape `[L, H, 2, F]` of gate and up together."""
+    if not isinstance(gate_up, tuple):
+        return gate_up.shape
+    groups, hidden, inner = gate_up[0].shape
+    return groups, hidden, 2, inner
 
 
 def _checked_codes(function: str, weights: Any) -> tuple[tuple[int, ...], ...]:

@@ -425,7 +425,7 @@ def _require_operands(
     )
     of_experts = given._asdict() | options._asdict()
     matrices = orders.MATRICES
-    if isinstance(given.gate_up, tuple | list) and len(given.gate_up) == 2:
+    if orders.is_pair(given.gate_up):
         matrices = orders.PAIR
         of_experts["gate"], of_experts["up"] = given.gate_up
     operands.checked(function, (rows, matrices, *_BIASES), of_experts)

@@ -115,17 +115,19 @@ class Operations:
 
     def quantize_weights(
         self,
-        gate_up: jax.Array,
+        gate_up: kernels.GateUp,
         down: jax.Array,
         name: WeightFormat,
         backward: bool,
     ) -> QuantizedWeights:
-        """Quantises `[L, H, 2, F]` and `[L, F, H]` to format `name`.
+        """Quantises `[L, H, 2, F]`, or a pair, and `[L, F, H]` to format `name`.
 
         `backward` says whether `dgrad` will be called. Blocks of 128 x 128 have the
         same codes when they are transposed, so the reference ignores it.
         """
         del backward
+        if isinstance(gate_up, tuple):
+            gate_up = jnp.stack(gate_up, 2)
         return quantized.quantize(gate_up, down, name)
 
     def prepare(self, weights: QuantizedWeights) -> QuantizedWeights:
@@ -268,19 +270,26 @@ class Operations:
         return self.quantize_cotangents(joined, sizes), plain, to_consts
 
     def wgrad(
-        self, rows: Rows, cotangents: jax.Array, sizes: jax.Array, dtype: Any
+        self,
+        rows: Rows,
+        cotangents: jax.Array,
+        sizes: jax.Array,
+        dtype: Any,
+        side: int | None = None,
     ) -> jax.Array:
         """Sums outer products over each group, rounded once to `dtype`.
 
         Args:
             rows: `[N, A]`, which are dequantised to bfloat16.
-            cotangents: `[N, B]`, rounded to bfloat16.
+            cotangents: `[N, B]`, rounded to bfloat16; with a `side` `[N, 2, B]`.
             sizes: int32 `[L]`.
             dtype: of the result.
+            side: which side of the cotangents is multiplied.
 
         Returns:
             `[L, A, B]`.
         """
+        cotangents = cotangents if side is None else cotangents[:, side]
         has_token = rows_in_groups(sizes, cotangents.shape[0])[:, None]
         values = jnp.where(has_token, rows.to("bfloat16").astype(jnp.float32), 0)
         cotangents = cotangents.astype(jnp.bfloat16).astype(jnp.float32)

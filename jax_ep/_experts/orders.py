@@ -8,6 +8,7 @@ the remedy leaves to the user.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from jax_ep._core.operands import ANY, Found, Operand
 
@@ -112,6 +113,11 @@ PAIR = Operand(
     ANY,
     "transpose what has F and H exchanged, with .swapaxes(1, 2)",
 )
+
+
+def is_pair(gate_up: Any) -> bool:
+    """Whether gate and up are given as a pair."""
+    return isinstance(gate_up, tuple | list) and len(gate_up) == 2
 
 
 def split(name: str) -> str:

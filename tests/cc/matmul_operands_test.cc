@@ -294,8 +294,10 @@ void TestFp8Experts() {
 void TestQuantizeMatrices() {
   for (const int64_t sides : {int64_t{1}, int64_t{2}}) {
     for (const bool transposed : {false, true}) {
+      const bool apart = sides == 2 && transposed;
       CustomCall made;
-      made.Add("matrices", ffi::F32, {G, A, sides, B});
+      made.Add("matrices", ffi::F32, {G, A, apart ? 1 : sides, B});
+      made.Add("up", ffi::F32, {apart ? G : 0, A, B});
       made.Add("-> codes", kCode, {G, A, sides, B});
       made.Add("-> scales", ffi::F32, {G, X, sides, Y});
       made.Add("-> transposed", kCode, {transposed ? G : 0, sides, B, A});
@@ -305,9 +307,10 @@ void TestQuantizeMatrices() {
       CHECK(Refusal(made, call).empty());
       const QuantizeMatricesStep& step = call.step;
       CHECK(step.element == ElementType::kFloat32 && step.groups == G && step.rows == A &&
-            step.sides == sides && step.columns == B && (step.transposed != nullptr) == transposed);
+            step.sides == sides && step.columns == B &&
+            (step.transposed != nullptr) == transposed && (step.up != nullptr) == apart);
       for (size_t i = 0; i < made.operands.size(); ++i) {
-        for (size_t dim = 0; dim < 4; ++dim) {
+        for (size_t dim = 0; dim < made.operands[i].dims.size(); ++dim) {
           CustomCall other = made;
           other.operands[i].dims[dim] += 1;
           CHECK(!Refusal<QuantizeMatricesCall>(other).empty());

@@ -59,6 +59,15 @@ void Run(Random& random, ElementType type) {
   }
   const bool transposed = !random.OneIn(4);
   step.matrices = matrices;
+  if (step.sides == 2 && random.OneIn(2)) {
+    auto* gate = Allocate<Element>(count / 2);
+    auto* up = Allocate<Element>(count / 2);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = i / step.columns / 2, column = i % step.columns;
+      (i / step.columns % 2 == 0 ? gate : up)[row * step.columns + column] = matrices[i];
+    }
+    step.matrices = gate, step.up = up;
+  }
   step.codes = Allocate<uint8_t>(count);
   step.scales = Allocate<float>(count / kBlock / kBlock);
   step.transposed = transposed ? Allocate<uint8_t>(count) : nullptr;

@@ -482,6 +482,24 @@ def test_weights_are_transposed_in_one_pass(ready):
     assert odd.down_transposed.shape == (3, H // 128, 4, 2176)
 
 
+def test_a_pair_of_masters_is_not_joined(monkeypatch):
+    """Inside of shard_map, where a training step quantises them."""
+    grouped_kernels.pretend(monkeypatch)
+    axes = (AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("ep",), axes, devices=jax.devices()[:1])
+    side = jax.ShapeDtypeStruct((3, 256, 128), jnp.bfloat16)
+    down = jax.ShapeDtypeStruct((3, 128, 256), jnp.bfloat16)
+
+    def run(gate, up, down):
+        return experts.quantize_weights((gate, up), down)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    traced = jax.jit(mapped).trace(side, side, down)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@ep_quantize_matrices(") == 2
+    assert "tensor<3x256x2x128xbf16>" not in text
+
+
 @pytest.mark.parametrize("canonical", [False, True])
 def test_operations_equal_the_reference(canonical, ready):
     """All operations; the call transposes codes that come from a checkpoint."""

@@ -347,7 +347,7 @@ def mxfp4_gate_up(
 
 
 def quantize_matrices(matrices):
-    codes, scales = quantized.to_blocks(matrices)
+    codes, scales = quantized.to_blocks(_both(matrices))
     return codes, scales, jnp.transpose(codes, (0, 2, 3, 1))
 
 

@@ -372,16 +372,19 @@ struct Mxfp4GateUpCall : Mxfp4Call<2> {
 struct QuantizeMatricesCall : Call<QuantizeMatricesStep> {
   static constexpr const char* kTarget = "ep_quantize_matrices";
   static constexpr auto kOperands =
-      std::tuple(Arg<Token>("matrices", {G, A, Z, B}, &Step::matrices));
+      std::tuple(Arg<Token>("matrices", {G, A, Z, B}, &Step::matrices),
+                 Arg<Token>("up", {G, A, B}, &Step::up).Shows(kWithUp));
   static constexpr auto kResults =
-      std::tuple(Ret<Code>("codes", {G, A, Z, B}, &Step::codes),
-                 Ret<F32>("scales", {G, X, Z, Y}, &Step::scales),
-                 Ret<Code>("transposed", {G, Z, B, A}, &Step::transposed).When(kTransposed));
+      std::tuple(Ret<Code>("codes", {G, A, C, B}, &Step::codes),
+                 Ret<F32>("scales", {G, X, C, Y}, &Step::scales),
+                 Ret<Code>("transposed", {G, C, B, A}, &Step::transposed).When(kTransposed));
   static constexpr auto kAttributes = std::tuple(kTransposed);
 
   void Infer(Checker& check) {
     CheckSizes(check, *this, false);
-    check.Require(sizes[Dim::Z] == 1 || sizes[Dim::Z] == 2, "matrices must have one side or two");
+    check.Require(sizes[Dim::Z] == 1 || (sizes[Dim::Z] == 2 && !with_up),
+                  "matrices must have one side or two, and one beside up");
+    sizes.Set(Dim::C, with_up ? 2 : sizes[Dim::Z]);
     RequireMultiple(check, *this, kMatrixBlock);
     sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
     sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
@@ -389,7 +392,7 @@ struct QuantizeMatricesCall : Call<QuantizeMatricesStep> {
   void Size(Checker&) {
     step.groups = sizes[Dim::G];
     step.rows = sizes[Dim::A];
-    step.sides = sizes[Dim::Z];
+    step.sides = sizes[Dim::C];
     step.columns = sizes[Dim::B];
   }
 };

@@ -170,7 +170,8 @@ struct QuantizeMatricesStep {
   int64_t rows;          // A, a multiple of 128
   int64_t sides;         // Z: 2 where gate and up lie side by side
   int64_t columns;       // B, a multiple of 128
-  const void* matrices;  // [G, A, Z, B]
+  const void* matrices;  // [G, A, Z, B]; with `up` those of gate [G, A, B], and Z is 2
+  const void* up;        // [G, A, B], or null
   uint8_t* codes;        // [G, A, Z, B]
   float* scales;         // [G, A / 128, Z, B / 128]
   uint8_t* transposed;   // [G, Z, B, A], the same codes; or nullptr

@@ -78,15 +78,18 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int first_row = warp * kRowsPerWarp + Lane() / Own::kLanesPerRow * Own::kRows;
   const int first_column = Lane() % Own::kLanesPerRow * Own::kColumns;
+  const int64_t row = static_cast<int64_t>(group) * step.rows + y * int64_t{kSize} + first_row;
+  const int64_t column = x * int64_t{kSize} + first_column;
   const int64_t line = step.sides * step.columns;  // from one row to the next
-  const int64_t first =
-      (static_cast<int64_t>(group) * step.rows + y * int64_t{kSize} + first_row) * line +
-      side * step.columns + x * int64_t{kSize} + first_column;
+  const int64_t first = row * line + side * step.columns + column;
 
   Vector values[Own::kRows];
-  const auto* from = static_cast<const uint8_t*>(step.matrices) + first * sizeof(Element);
+  const bool apart = step.up != nullptr;
+  const int64_t pitch = apart ? step.columns : line;
+  const auto* from = static_cast<const uint8_t*>(apart && side == 1 ? step.up : step.matrices) +
+                     (apart ? row * pitch + column : first) * sizeof(Element);
 #pragma unroll
-  for (int i = 0; i < Own::kRows; ++i) values[i].Load(from + i * line * sizeof(Element));
+  for (int i = 0; i < Own::kRows; ++i) values[i].Load(from + i * pitch * sizeof(Element));
   uint32_t amax_bits = 0;
 #pragma unroll
   for (int i = 0; i < Own::kRows; ++i) amax_bits = max(amax_bits, values[i].AmaxBits());
@@ -159,7 +162,7 @@ bool IsAligned(const void* pointer) {
 cudaError_t QuantizeMatrices(const QuantizeMatricesStep& step, cudaStream_t stream) {
   const int64_t down = step.rows / kSize, across = step.columns / kSize;
   if (step.rows % kSize != 0 || step.columns % kSize != 0 || !IsAligned(step.matrices) ||
-      !IsAligned(step.codes) || !IsAligned(step.transposed)) {
+      !IsAligned(step.up) || !IsAligned(step.codes) || !IsAligned(step.transposed)) {
     return cudaErrorInvalidValue;
   }
   int64_t blocks = 0;
