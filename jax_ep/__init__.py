@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_ep import experts, formats, placement, router, sharded, stats
+from jax_ep import checkpoints, experts, formats, placement, router, sharded, stats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
@@ -34,6 +34,7 @@ __all__ = [
     "Pending",
     "Route",
     "apply_experts",
+    "checkpoints",
     "close_shared_handles",
     "combine",
     "combine_async",

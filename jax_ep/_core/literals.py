@@ -42,5 +42,9 @@ SCORES: tuple[Score, ...] = get_args(Score)
 RouterBiases = Literal["logits", "both"]
 ROUTER_BIASES: tuple[RouterBiases, ...] = get_args(RouterBiases)
 
+# How a checkpoint keeps a matrix; that of a PyTorch Linear is "out_in".
+MatrixOrder = Literal["out_in", "in_out"]
+MATRIX_ORDERS: tuple[MatrixOrder, ...] = get_args(MatrixOrder)
+
 # The kind of a pending call (dispatch_async, combine_async).
 CallKind = Literal["dispatch", "combine"]

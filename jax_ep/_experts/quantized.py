@@ -94,6 +94,15 @@ class QuantizedWeights:
         """Returns the same weights as the four arrays that every device has."""
         return dataclasses.replace(self, gate_up_transposed=None, down_transposed=None)
 
+    def dequantized(self) -> tuple[jax.Array, jax.Array]:
+        """Returns what the codes stand for, for example to check a loaded checkpoint.
+
+        Returns:
+            gate_up `[L, H, 2, F]` and down `[L, F, H]` in float32, exact.
+        """
+        weights = jax.tree.map(jnp.asarray, self.canonical())
+        return dequantize(weights, "gate_up"), dequantize(weights, "down")
+
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of gate_up and down that the codes stand for."""

@@ -34,7 +34,8 @@ def python(program: str, **env: str) -> str:
 
 def test_hints_of_the_public_functions_resolve() -> None:
     """Run-time type checkers can read them."""
-    for module in (jax_ep, jax_ep.formats, jax_ep.sharded, jax_ep.stats):
+    public = (jax_ep.checkpoints, jax_ep.formats, jax_ep.sharded, jax_ep.stats)
+    for module in (jax_ep, *public):
         for value in vars(module).values():
             if inspect.isfunction(value) and value.__module__.startswith("jax_ep"):
                 hints = typing.get_type_hints(value)

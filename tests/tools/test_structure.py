@@ -22,7 +22,7 @@ ORDER = (
     "_ops",
     "router _experts _placement",
     "experts placement",
-    "_layers",
+    "checkpoints _layers",
     "sharded _stats",
     "stats flax",
     "__init__",
