@@ -80,6 +80,7 @@ class Arguments:
     activation: Activation | None
     expert_bias: bool
     weights_format: WeightFormat | None
+    gated_shared_expert: bool
 
     @classmethod
     def of(cls, fields: Any) -> Arguments:
@@ -136,6 +137,23 @@ class Layer(Arguments):
         remedy = "pass True and the layer makes biases of zeros"
         moe_checks.require_type(
             self.function, "expert_bias", self.expert_bias, bool, "a bool", remedy
+        )
+        remedy = "True multiplies the shared expert's result by a sigmoid"
+        gated = self.gated_shared_expert
+        moe_checks.require_type(
+            self.function, "gated_shared_expert", gated, bool, "a bool", remedy
+        )
+        errors.require(
+            not gated
+            or (
+                self.shared_intermediate_size is not None
+                and not self.config.fused_shared_expert
+            ),
+            self.function,
+            "gated_shared_expert needs shared_intermediate_size, and no "
+            "fused_shared_expert",
+            f"shared_intermediate_size={errors.brief(self.shared_intermediate_size)}",
+            "pass the size, and leave fused_shared_expert out",
         )
         what, flag = f"a bool or one of {list(ROUTER_BIASES)}", self.router_bias
         moe_checks.require_type(
@@ -257,6 +275,7 @@ class Layer(Arguments):
             self.num_experts,
             self.expert_bias,
             self.router_bias in ROUTER_BIASES,
+            self.gated_shared_expert,
         )
         ep = axes[0] if len(axes) == 1 else axes
         # If the ranks do not divide the experts, every rank holds all their weights.

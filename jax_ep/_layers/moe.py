@@ -109,7 +109,10 @@ def moe_ffn(
             if the config's `overlap` is "copy" or "stream" they run between
             `dispatch_async` and `dispatch_wait`. With `fused_shared_expert=True` in the
             config they belong to group 0 of the rows, and S must be F. A function of
-            your own for `experts` gets them in front of the other experts' weights.
+            your own for `experts` gets them in front of the other experts' weights;
+            "shared_expert_gate" `[H, 1]`, optional: a token's result of the shared
+            expert is multiplied by the sigmoid of its product with this vector, as in
+            Qwen2-MoE. Not with `fused_shared_expert`.
         router: the kind of router, or your own function; None means
             `jax_ep.router.Router()`. A function is called with the logits, float32
             `[n, E]`, and with those of these keywords that it takes: `tokens` `[n, H]`;
@@ -324,7 +327,12 @@ def _shared_expert(
         inner = jax.nn.silu(gate) * up
     else:
         inner = activation(gate, up).astype(tokens.dtype)
-    return inner @ params["shared_down"].astype(tokens.dtype)
+    y = inner @ params["shared_down"].astype(tokens.dtype)
+    if "shared_expert_gate" not in params:
+        return y
+    opening = params["shared_expert_gate"].astype(tokens.dtype)
+    logits = jnp.matmul(tokens, opening, preferred_element_type=jnp.float32)
+    return (jax.nn.sigmoid(logits) * y).astype(tokens.dtype)
 
 
 def _losses(

@@ -395,7 +395,7 @@ def checked_params(
     needed |= {"router"} if routing is None else set()
     shared = {"shared_gate_up", "shared_down"}
     known = needed | matrices | shared | {"router", "experts", *_BIASES}
-    known |= {*_ROUTER_BIASES}
+    known |= {*_ROUTER_BIASES, "shared_expert_gate"}
     joined = ' ("gate" and "up" may replace "gate_up")' if matrices <= needed else ""
     fused = [name for name in names - known if "gate_up" in name and "bias" in name]
     _require(
@@ -449,6 +449,13 @@ def checked_params(
         value=given_names,
         remedy="pass both, or leave fused_shared_expert out",
     )
+    _require(
+        "shared_expert_gate" not in names or (shared <= names and not fused),
+        rule="shared_expert_gate needs shared_gate_up and shared_down, and a config "
+        "without fused_shared_expert",
+        value=given_names,
+        remedy="leave fused_shared_expert out, or pass no shared_expert_gate",
+    )
     sizes = {
         "H": (ep.config.hidden_size, "hidden_size"),
         "L": (ep.local_experts, "this rank's experts"),
@@ -497,6 +504,12 @@ def _table(
             shared[0],
             of_any,
             partial(_remedy_of_shared, shared[1]),
+        ),
+        Operand(
+            "shared_expert_gate",
+            "[H, 1]",
+            of_any,
+            "transpose a Linear's weight, and replicate it over all axes",
         ),
         *(
             Operand(name, shape, of_any, partial(_remedy_of_bias, name, tp))

@@ -74,7 +74,7 @@ class Param:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layer: H, F, S or None, E, and whether it has trained biases."""
+    """Sizes of a layer: H, F, S or None, E, and which optional params it has."""
 
     hidden: int
     inner: int
@@ -82,6 +82,7 @@ class Sizes(NamedTuple):
     experts: int
     biases: bool
     logit_bias: bool
+    shared_gate: bool
 
 
 def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param]:
@@ -93,7 +94,7 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
         ep: the entry of a spec that splits this dimension, or None.
         tp: the tensor axis, or None.
     """
-    hidden, inner, shared, experts, biases, logit_bias = sizes
+    hidden, inner, shared, experts, biases, logit_bias, shared_gate = sizes
     found = {
         "router": Param((hidden, experts), (None, None), (1,), 0),
         "gate_up": Param(
@@ -106,6 +107,8 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
             (hidden, 2, shared), (None, None, tp), (1, 2), 0
         )
         found["shared_down"] = Param((shared, hidden), (tp, None), (1,), 0)
+    if shared_gate:
+        found["shared_expert_gate"] = Param((hidden, 1), (None, None), (1,), 0)
     if biases:
         for name, size, axis in (
             ("gate_bias", inner, tp),

@@ -74,6 +74,7 @@ class MoE(nnx.Module):
         gate_up_scales, down_scales: `Codes` with the scales of a `weights_format`, or
             None.
         shared_gate_up, shared_down: `nnx.Param` `[H, 2, S]`, `[S, H]`, or None.
+        shared_expert_gate: `nnx.Param` `[H, 1]`, or None.
         gate_bias, up_bias, down_bias: `nnx.Param` `[E, F]`, `[E, F]`, `[E, H]`, or
             None.
         router_bias: `RouterBias` float32 `[E]`, or None.
@@ -110,6 +111,7 @@ class MoE(nnx.Module):
         expert_bias: bool = False,
         num_slots: int | None = None,
         weights_format: WeightFormat | None = None,
+        gated_shared_expert: bool = False,
         ep: EPHandle | None = None,
     ) -> None:
         """Creates the parameters, and a handle unless one is given.
@@ -159,6 +161,9 @@ class MoE(nnx.Module):
                 place of the experts' weights, for inference, and `experts` defaults to
                 `jax_ep.experts.fp8`; `quantized` makes such a layer from a trained one.
                 With None the layer holds weights.
+            gated_shared_expert: whether the shared expert's result is multiplied by a
+                sigmoid of the token, of its product with "shared_expert_gate", as in
+                Qwen2-MoE.
             ep: your own handle; None means one that layers of equal sizes share.
 
         Raises:
@@ -188,6 +193,7 @@ class MoE(nnx.Module):
             activation=activation,
             expert_bias=expert_bias,
             weights_format=weights_format,
+            gated_shared_expert=gated_shared_expert,
         )
         self._layer = Layer.made("flax.MoE", arguments)
         if not isinstance(rngs, nnx.Rngs):
@@ -216,6 +222,9 @@ class MoE(nnx.Module):
             self._hold(self._layer.initial_codes(rngs.params, made))
         self.shared_gate_up: nnx.Param[jax.Array] | None = optional("shared_gate_up")
         self.shared_down: nnx.Param[jax.Array] | None = optional("shared_down")
+        self.shared_expert_gate: nnx.Param[jax.Array] | None = optional(
+            "shared_expert_gate"
+        )
         self.gate_bias: nnx.Param[jax.Array] | None = optional("gate_bias")
         self.up_bias: nnx.Param[jax.Array] | None = optional("up_bias")
         self.down_bias: nnx.Param[jax.Array] | None = optional("down_bias")

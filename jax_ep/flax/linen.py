@@ -80,6 +80,7 @@ class MoE(nn.Module):
     expert_bias: bool = False
     num_slots: int | None = None
     weights_format: WeightFormat | None = None
+    gated_shared_expert: bool = False
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:

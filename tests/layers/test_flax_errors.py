@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from support import helpers
+from support import helpers, moe_dense
 from support.errors import check_form, check_state, raises
 
 pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
@@ -84,6 +84,19 @@ WRONG = {
         "activation must be hashable",
     ),
     "expert_bias": ({"expert_bias": 1}, "expert_bias must be a bool"),
+    "gated": ({"gated_shared_expert": 1}, "gated_shared_expert must be a bool"),
+    "gate_of_none": (
+        {"gated_shared_expert": True, "shared_intermediate_size": None},
+        "gated_shared_expert needs shared_intermediate_size, .*None; pass the size",
+    ),
+    "gate_of_fused": (
+        {
+            "gated_shared_expert": True,
+            "shared_intermediate_size": moe_dense.INNER,
+            "config_options": {"fused_shared_expert": True},
+        },
+        "gated_shared_expert needs .* no fused_shared_expert",
+    ),
     "no_router": ({"router": ""}, "router must be a jax_ep.router.Router or"),
     "router_class": ({"router": Router}, "router must be a function, got the class"),
     "unhashable_router": ({"router": Unhashable()}, "router must be hashable"),

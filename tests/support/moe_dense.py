@@ -18,6 +18,7 @@ def params(
     bias: bool = False,
     logit_bias: bool = False,
     expert_bias: bool = False,
+    shared_gate: bool = False,
     experts: int = EXPERTS,
     hidden: int = HIDDEN,
     inner: int = INNER,
@@ -39,6 +40,8 @@ def params(
     if shared:
         found["shared_gate_up"] = normal(hidden, 2, shared_inner, fan_in=hidden)
         found["shared_down"] = normal(shared_inner, hidden, fan_in=shared_inner)
+    if shared_gate:
+        found["shared_expert_gate"] = normal(hidden, 1, fan_in=4)
     if expert_bias:
         for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
             found[f"{name}_bias"] = normal(experts, size, fan_in=4)
@@ -106,7 +109,10 @@ def layer(
         y = y + weights @ params["down_bias"]
     if "shared_down" in params:
         both = jnp.einsum("nh,hcs->ncs", x, params["shared_gate_up"])
-        y = y + activation(both[:, 0], both[:, 1]) @ params["shared_down"]
+        shared = activation(both[:, 0], both[:, 1]) @ params["shared_down"]
+        if "shared_expert_gate" in params:
+            shared = shared / (1 + jnp.exp(-(x @ params["shared_expert_gate"])))
+        y = y + shared
     load = chosen.sum(0) / chosen.sum()
     real = chosen.any(1)
     mean = jnp.sum(jnp.where(real[:, None], shares, 0), 0) / real.sum()

@@ -34,6 +34,7 @@ def param_specs(params, tp):
         "down_bias": P("ep"),
         "shared_gate_up": P(None, None, tp),
         "shared_down": P(tp),
+        "shared_expert_gate": P(),
     }
     return {name: specs[name] for name in params}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import checkpoints
@@ -236,20 +234,11 @@ def test_a_family_is_its_formula(page, ep, experts, tokens, family):
 
 
 def test_qwen2_has_a_gated_shared_expert(page, ep, experts, tokens):
-    tensors = checkpoint(
-        experts, MLP, shared="shared_expert", gate="shared_expert_gate.weight"
-    )
+    shared = "shared_expert"
+    tensors = checkpoint(experts, MLP, shared=shared, gate=f"{shared}_gate.weight")
     params = page["load"](ep.mesh, *page["qwen2_moe"](tensors, **LAYER))
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-
-    def body(tokens, params):
-        return page["apply_qwen2"](ep, tokens, params, Router(normalize=False))
-
-    run = jax.shard_map(
-        body, mesh=ep.mesh, in_specs=(P("ep"), specs), out_specs=P("ep")
-    )
-    want = moe(tensors, MLP, tokens, softmax, normalize=False, gated="shared_expert")
-    found = jax.jit(run)(tokens, params)
+    found = page["apply"](ep, params, tokens, router=Router(normalize=False))
+    want = moe(tensors, MLP, tokens, softmax, normalize=False, gated=shared)
     np.testing.assert_allclose(found, want, atol=2e-5 * np.abs(want).max())
 
 
