@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_ep import checkpoints, experts, formats, placement, router, sharded, stats
+from jax_ep import experts, formats, placement, router, sharded, stats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
@@ -23,6 +23,7 @@ from jax_ep._setup.init import init
 from jax_ep._setup.shared import close_shared_handles, shared_handle
 
 if TYPE_CHECKING:
+    from jax_ep import checkpoints as checkpoints
     from jax_ep import flax as flax
 
 __all__ = [
@@ -69,7 +70,10 @@ ffi.register()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports `jax_ep.flax` when it is first used: Flax may not be installed."""
-        if name == "flax":
-            return importlib.import_module("jax_ep.flax")
+        """Imports a module when it is first used.
+
+        Flax may not be installed, and most processes load no foreign checkpoint.
+        """
+        if name in ("checkpoints", "flax"):
+            return importlib.import_module(f"jax_ep.{name}")
         raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import functools
 import math
 from collections import namedtuple
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -134,17 +134,25 @@ def type_name(target: str) -> str:
     return "".join(word.capitalize() for word in target.removeprefix("ep_").split("_"))
 
 
-_RESULTS: dict[str, Any] = {
-    target: namedtuple(
+@functools.cache
+def _results(target: str) -> Any:
+    """The class of a target's results; making all of them would slow the import."""
+    table = TABLES[target]
+    return namedtuple(
         type_name(target),
         ["results"] if table.packed else [row.name for row in table.results],
     )
-    for target, table in TABLES.items()
-}
 
 
-# The classes of the results, by name: `Dispatch` is what "ep_dispatch" returns.
-globals().update({result.__name__: result for result in _RESULTS.values()})
+# Type checkers would take any name for an attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Returns a class of results: `Dispatch` is what "ep_dispatch" returns."""
+        for target in TABLES:
+            if type_name(target) == name:
+                return _results(target)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def pick(kind: Any, results: Any, **others: Any) -> Any:
@@ -204,7 +212,7 @@ def call(
     if one.table.packed:
         total = sum(math.prod(one.result(row).shape) for row in one.table.results)
         whole = struct(like, (1, total), jnp.int32)
-        return _RESULTS[target](ffi.call_on_stream(target, whole, *arrays, **values))
+        return _results(target)(ffi.call_on_stream(target, whole, *arrays, **values))
     names = [row.name for row in one.table.operands]
     aliases = {
         names.index(row.in_place_of): i
@@ -222,7 +230,7 @@ def call(
         **values,
     )
     given = [row.given is None or one.flags[row.given] for row in one.table.results]
-    return _RESULTS[target](
+    return _results(target)(
         *(array if there else None for array, there in zip(results, given, strict=True))
     )
 
@@ -239,7 +247,7 @@ def unpack(target: str, results: jax.Array, dims: Mapping[str, int]) -> Any:
     shapes = [tuple(_size(size, dims) for size in row.shape) for row in rows]
     ends = [sum(map(math.prod, shapes[: i + 1])) for i in range(len(shapes) - 1)]
     parts = jnp.split(results, ends, axis=1)
-    return _RESULTS[target](
+    return _results(target)(
         *(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
     )
 
