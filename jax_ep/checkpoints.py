@@ -371,7 +371,7 @@ def place(experts: Tree, sharding: Any) -> Tree:
         sharding: a `jax.sharding.Sharding` for all of them.
 
     Returns:
-        The same with global `jax.Array`s of this sharding.
+        The same with a global `jax.Array` of this sharding in place of each.
     """
 
     def one(leaf: Any) -> jax.Array:
