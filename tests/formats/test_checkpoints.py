@@ -12,10 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import checkpoints
-from support import helpers
+from support import helpers, quantizer
 
 E, H, F = 4, 256, 128
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NAME = "model.layers.3.mlp.experts.{}.gate_proj.weight"
 
 
@@ -123,9 +122,8 @@ def gpt_oss(rng, inner=F):
         blocks = rng.integers(0, 256, (*shape, 16), np.uint8)
         scales = rng.integers(120, 134, shape, np.uint8)
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*shape, 32)
-        decoded = E2M1[codes] * 2.0 ** (scales.astype(int) - 127)[..., None]
-        values[name] = decoded.reshape(E, rows, columns)
+        payload = blocks.reshape(E, rows, columns // 2)
+        values[name] = quantizer.dequantize(payload, scales, "mxfp4")
     return tensors, values
 
 

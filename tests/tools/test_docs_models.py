@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_ep
 from jax_ep import checkpoints
 from jax_ep.router import Router
-from support import helpers
+from support import helpers, quantizer
 from support.pages import python_blocks
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -32,15 +31,13 @@ def experts(mesh):
 
 @pytest.fixture(scope="module")
 def ep(mesh, experts):
-    config = jax_ep.EPConfig(
-        num_experts=experts,
-        top_k=K,
-        hidden_size=H,
-        max_tokens_per_rank=N,
-        dtype="float32",
-    )
-    with jax_ep.init(mesh, "ep", config) as ep:
+    with make_ep(mesh, experts, H) as ep:
         yield ep
+
+
+def make_ep(mesh, experts, hidden, **more):
+    sizes = {"num_experts": experts, "hidden_size": hidden, "top_k": K}
+    return helpers.init(mesh, **sizes, max_tokens_per_rank=N, dtype="float32", **more)
 
 
 @pytest.fixture(scope="module")
@@ -257,18 +254,13 @@ def test_saves_what_it_loaded(page, experts, tmp_path):
         np.testing.assert_array_equal(saved[name], want)
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
 def blocks(rng, *shape):
     """Blocks and scales of `[E, out, in]`, and their values."""
     *outer, columns = shape
     codes = rng.integers(0, 256, (*outer, columns // 32, 16), np.uint8)
     scales = rng.integers(121, 125, (*outer, columns // 32), np.uint8)
-    both = E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(
-        *codes.shape[:-1], 32
-    )
-    return codes, scales, (both * 2.0 ** (scales[..., None] - 127.0)).reshape(shape)
+    payload = codes.reshape(*outer, columns // 2)
+    return codes, scales, quantizer.dequantize(payload, scales, "mxfp4")
 
 
 def test_gpt_oss(page, ep, experts, tokens):
@@ -339,15 +331,7 @@ def test_deepseek_fp8(page, mesh):
         for each, want in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(each, want)
     tokens = rng.standard_normal((N * mesh.size, hidden)).astype(np.float32)
-    config = jax_ep.EPConfig(
-        num_experts=experts,
-        top_k=K,
-        hidden_size=hidden,
-        max_tokens_per_rank=N,
-        dtype="float32",
-        dispatch_format="fp8_block128",
-    )
-    with jax_ep.init(mesh, "ep", config) as ep:
+    with make_ep(mesh, experts, hidden, dispatch_format="fp8_block128") as ep:
         router = Router(score="sigmoid", scale=2.5)
         found = page["apply"](ep, params, tokens, router=router)
     how = {"scale": 2.5, "shared": "shared_experts"}
