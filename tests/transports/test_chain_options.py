@@ -161,7 +161,7 @@ def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
     packed = {match[1] for match in re.finditer(r"(%\d+) = func.call @comp", text)}
     placed = re.findall(r"(%\d+) = .*@annotate_device_placement\((%\d+)\)", text)
     wanted = [out for out, of in placed if of in packed]
-    found = re.findall(r"@ep_\w+_place\(.*?(%\d+)\)", text)
+    found = re.findall(r"@ep_\w+_recv\(.*?(%\d+)\)", text)
     assert len(wanted) == 2
     assert found == wanted  # the whole array that the call comes after
 
