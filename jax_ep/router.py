@@ -25,9 +25,12 @@ from jax_ep._core.operands import Operand
 from jax_ep._ops import router_choice
 
 # Scores whose sum is less are divided as powers of e: they may underflow, and
-# derivatives divide by powers of the sum. A sigmoid as small is e to the logit, within
-# rounding.
+# derivatives divide by powers of the sum. Within rounding, a sigmoid as small is e to
+# the logit, and a sqrtsoftplus is e to half of it.
 _LEAST_SUM = 1e-8
+# Below this logit, sqrtsoftplus is e to half of it, within rounding. The square root of
+# a softplus that underflows would have no finite derivative.
+_LEAST_SOFTPLUS = -20.0
 
 
 @calls.explained_class("router.Router")
@@ -41,7 +44,8 @@ class Router:
     `Router(score="sigmoid", num_groups=8, top_groups=4, scale=2.5)` with a bias.
 
     Attributes:
-        score: "softmax" over the experts, or "sigmoid" of each logit.
+        score: "softmax" over the experts, "sigmoid" of each logit, or "sqrtsoftplus",
+            the square root of the softplus of each logit, as in DeepSeek-V4.
         normalize: whether a token's K weights are divided by their sum; None means
             only if K > 1. True with K = 1 warns, because the router then gets no
             gradient from the task.
@@ -132,10 +136,11 @@ class Router:
 @pytrees.register()
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """A router's decision for n tokens.
+    """A router's decision for n tokens, or for `[..., K]` in place of `[n, K]`.
 
     Attributes:
-        ids: int32 `[n, K]`, experts of each token, best first; -1 if masked.
+        ids: int32 `[n, K]`, experts of each token, best first unless they were given;
+            -1 if masked.
         weights: float32 `[n, K]`; 0 if masked.
         logits: float32 `[n, E]`, as passed to `route`.
         probabilities: float32 `[n, E]`, scores that sum to 1 for each token; all equal
@@ -168,11 +173,18 @@ RouterFunction = Callable[
 
 
 _OPERANDS = (
-    Operand("logits", "[n, E]", operands.ANY, "reshape them to one row per token"),
+    Operand("logits", "[..., E]", operands.ANY, "pass one row per token"),
     Operand("bias", "[E]", operands.ANY, "pass one number per expert", optional=True),
     Operand(
+        "topk_ids",
+        "[..., K]",
+        operands.IDS,
+        "pass top_k experts per token",
+        optional=True,
+    ),
+    Operand(
         "mask",
-        "[n]",
+        "[...]",
         "bool",
         "pass one bool per token",
         "pass one bool per token",
@@ -188,50 +200,64 @@ def route(
     *,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    topk_ids: ArrayLike | None = None,
 ) -> Routing:
     """Chooses `top_k` experts for each token.
 
     Args:
-        logits: float32 `[n, E]`.
+        logits: float32 `[n, E]`, or `[..., E]` for results with these dimensions.
         top_k: K.
         router: the kind of router; None means `Router()`.
         bias: float32 `[E]`, added to the scores for the choice of experts but not for
             their weights, so it has no gradient; see `update_bias`.
         mask: bool `[n]`, False for tokens that go to no expert (padding).
+        topk_ids: int32 `[n, K]`, experts that were chosen elsewhere: by a table of
+            token ids, as in a hash layer of DeepSeek-V4, or when a sequence was
+            generated. Only their weights come from the logits. -1 means no expert.
 
     Returns:
         A `Routing`. Among experts with equal scores, the one with the lower id wins.
 
     Raises:
         ValueError: an array has another shape, the experts do not divide into the
-            groups, or the top groups hold fewer than `top_k` experts.
+            groups, or the top groups hold fewer than `top_k` experts. Ids outside
+            [-1, E) are no error here: they get weight 0, and dispatch counts them.
         TypeError: `mask` is not bool, or `router` is not a `Router`.
     """
     router = Router() if router is None else router
     what, remedy = "a jax_ep.router.Router", "leave it out for softmax top-k"
     errors.require_type("router.route", "router", router, Router, what, remedy)
-    given = {"logits": logits, "bias": bias, "mask": mask}
+    given = {"logits": logits, "bias": bias, "topk_ids": topk_ids, "mask": mask}
     given = {n: None if v is None else jnp.asarray(v) for n, v in given.items()}
-    arrays = operands.checked("router.route", _OPERANDS, given)
+    arrays = operands.checked("router.route", _OPERANDS, given, {"K": (top_k, "top_k")})
     logits, bias, mask = arrays["logits"], arrays.get("bias"), arrays.get("mask")
-    experts = logits.shape[1]
+    experts = logits.shape[-1]
     router._check_choice("router.route", experts, top_k)
     logits = logits.astype(jnp.float32)
     # NaN logits of padding would reach derivatives even though their weights are 0.
-    real = logits if mask is None else jnp.where(mask[:, None], logits, 0.0)
+    real = logits if mask is None else jnp.where(mask[..., None], logits, 0.0)
     scores = _scores(router, real)
-    probabilities = scores if router.score == "softmax" else _shares(scores, real)
-    if router_choice.has_kernel(experts, top_k, router.num_groups):
+    softmax = router.score == "softmax"
+    probabilities = scores if softmax else _shares(router, scores, real)
+    if "topk_ids" in arrays:
+        ids = arrays["topk_ids"]
+        weights = _weights_of_given(router, scores, real, ids)
+    elif router_choice.has_kernel(experts, top_k, router.num_groups):
         ids, weights = _chosen_by_kernel(router, top_k, real, bias)
     else:
         ids, weights = _chosen(router, top_k, scores, real, bias)
     if mask is not None:
-        ids = jnp.where(mask[:, None], ids, -1)
-        weights = jnp.where(mask[:, None], weights, 0.0)
+        ids = jnp.where(mask[..., None], ids, -1)
+        weights = jnp.where(mask[..., None], weights, 0.0)
     return Routing(ids, weights, logits, probabilities)
 
 
 def _scores(router: Router, logits: jax.Array) -> jax.Array:
+    if router.score == "sqrtsoftplus":
+        large = logits > _LEAST_SOFTPLUS
+        # Both sides must have finite derivatives, since 0 * NaN is NaN.
+        root = jnp.sqrt(jax.nn.softplus(jnp.where(large, logits, 0.0)))
+        return jnp.where(large, root, jnp.exp(jnp.where(large, 0.0, logits) / 2))
     return (jax.nn.softmax if router.score == "softmax" else jax.nn.sigmoid)(logits)
 
 
@@ -245,7 +271,7 @@ def _chosen(
     """Returns ids and weights, in plain JAX."""
     wanted = jax.lax.stop_gradient(scores)
     if bias is not None:
-        wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
+        wanted = wanted + jax.lax.stop_gradient(bias)
     if router.top_groups < router.num_groups:
         wanted = _within_best_groups(router, wanted)
     ids = _best(wanted, top_k)
@@ -257,7 +283,20 @@ def _weights(
 ) -> jax.Array:
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if _normalizes(router, ids.shape[-1]):
-        weights = _shares(weights, jnp.take_along_axis(logits, ids, axis=-1))
+        weights = _shares(router, weights, jnp.take_along_axis(logits, ids, axis=-1))
+    return weights * float(router.scale)
+
+
+def _weights_of_given(
+    router: Router, scores: jax.Array, logits: jax.Array, ids: jax.Array
+) -> jax.Array:
+    """Returns the weights of ids that may be of no expert, which get 0."""
+    there = (ids >= 0) & (ids < scores.shape[-1])
+    at = jnp.where(there, ids, 0)
+    weights = jnp.where(there, jnp.take_along_axis(scores, at, axis=-1), 0.0)
+    if _normalizes(router, ids.shape[-1]):
+        powers = jnp.where(there, jnp.take_along_axis(logits, at, axis=-1), -jnp.inf)
+        weights = _shares(router, weights, powers)
     return weights * float(router.scale)
 
 
@@ -269,6 +308,8 @@ def _chosen_by_kernel(
     router: Router, top_k: int, logits: jax.Array, bias: jax.Array | None
 ) -> router_choice.Choice:
     """Does what `_chosen` does, but from logits, and with a kernel on GPUs."""
+    front = logits.shape[:-1]
+    logits = logits.reshape(-1, logits.shape[-1])
     kernel = partial(
         router_choice.choose,
         top_k=top_k,
@@ -285,7 +326,8 @@ def _chosen_by_kernel(
 
     fixed = jax.lax.stop_gradient((logits, bias))
     ids, weights = router_choice.on_gpus(kernel, plain, *fixed)
-    return ids, _of_logits(router, weights, ids, logits)
+    weights = _of_logits(router, weights, ids, logits)
+    return ids.reshape(*front, top_k), weights.reshape(*front, top_k)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -307,15 +349,18 @@ def _(router: Router, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
     return _of_logits(router, *primals), tangent
 
 
-def _shares(scores: jax.Array, logits: jax.Array) -> jax.Array:
-    """Returns scores `[n, K]` of `logits` divided by their sum, however small it is."""
+def _shares(router: Router, scores: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns scores `[..., K]` divided by their sum, however small it is."""
     total = jnp.sum(scores, axis=-1, keepdims=True)
     small = total < _LEAST_SUM
     # Both sides must have finite derivatives, since 0 * NaN is NaN.
     powers = jnp.where(small, logits, 0.0)
     largest = jnp.max(powers, axis=-1, keepdims=True)
     least = jnp.finfo(powers.dtype).min  # where all logits are -inf, all shares are 0
-    powers = jnp.exp(powers - jax.lax.stop_gradient(jnp.maximum(largest, least)))
+    powers = powers - jax.lax.stop_gradient(jnp.maximum(largest, least))
+    if router.score == "sqrtsoftplus":
+        powers = powers / 2
+    powers = jnp.exp(powers)
     sums = jnp.sum(powers, axis=-1, keepdims=True)
     shares = scores / jnp.where(small, 1.0, total)
     return jnp.where(small, powers / jnp.where(sums > 0, sums, 1.0), shares)
@@ -335,12 +380,11 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
 
 def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
     """Returns `wanted` with -inf outside each token's best groups."""
-    n, experts = wanted.shape
-    grouped = wanted.reshape(n, router.num_groups, experts // router.num_groups)
+    grouped = wanted.reshape(*wanted.shape[:-1], router.num_groups, -1)
     best, _ = jax.lax.top_k(grouped, router.best_of_group)
     groups = _best(jnp.sum(best, axis=-1), router.top_groups)
-    chosen = jnp.any(jax.nn.one_hot(groups, router.num_groups, dtype=bool), axis=1)
-    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(n, experts)
+    chosen = jnp.any(jax.nn.one_hot(groups, router.num_groups, dtype=bool), axis=-2)
+    return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
 
 @pytrees.register()
@@ -382,10 +426,12 @@ def losses(routing: Routing, axis_names: str | Sequence[str] = ()) -> Losses:
     experts = routing.logits.shape[-1]
     real = jnp.any(routing.ids >= 0, axis=-1).astype(jnp.float32)
     # one_hot of -1 is all zeros.
-    chosen = jnp.sum(jax.nn.one_hot(routing.ids, experts, dtype=jnp.float32), (0, 1))
+    chosen = jax.nn.one_hot(routing.ids.reshape(-1), experts, dtype=jnp.float32)
+    chosen = jnp.sum(chosen, axis=0)
     # No product of matrices, which JAX would round to the default precision.
-    mass = jnp.sum(real[:, None] * routing.probabilities, axis=0)
-    logits = jnp.where(real[:, None] > 0, routing.logits, 0.0)  # padding may be NaN
+    mass = real[..., None] * routing.probabilities
+    mass = jnp.sum(mass.reshape(-1, experts), axis=0)
+    logits = jnp.where(real[..., None] > 0, routing.logits, 0.0)  # padding may be NaN
     z = jnp.sum(real * jnp.square(jax.nn.logsumexp(logits, axis=-1)))
     tokens = jnp.sum(real)
     sums = [chosen, mass, z, tokens]

@@ -35,7 +35,7 @@ HandleTransport = Literal["p2p", "shmem", "collective"]
 Transport = Literal["auto", HandleTransport]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
 # The biases of a layer's router, besides True (only the one for choosing) and False.

@@ -156,7 +156,8 @@ void Set(CustomCall& made, std::string_view name, Attribute value) {
 
 void TestRouter() {
   const RouterStep step = Passes<RouterCall>(MadeRouter(64, 8, true)).step;
-  CHECK(step.tokens == N && step.experts == 64 && step.top_k == 8 && step.sigmoid);
+  CHECK(step.tokens == N && step.experts == 64 && step.top_k == 8);
+  CHECK(step.score == RouterScore::kSigmoid);
   CHECK(step.num_groups == 4 && step.top_groups == 2 && step.best_of_group == 3);
   CHECK(step.least_sum == 0.5f && step.scale == 2.5f);
   CHECK(step.logits != nullptr && step.bias != nullptr);
@@ -164,7 +165,8 @@ void TestRouter() {
   CustomCall made = MadeRouter(64, 8, false);
   Set(made, "score", std::string("softmax"));
   RouterCall plain;
-  CHECK(Refusal(made, plain).empty() && plain.step.bias == nullptr && !plain.step.sigmoid);
+  CHECK(Refusal(made, plain).empty() && plain.step.bias == nullptr &&
+        plain.step.score == RouterScore::kSoftmax);
 
   const auto refused = [](std::string_view name, Attribute value, int64_t experts = 64,
                           int64_t top_k = 8) {
@@ -173,7 +175,7 @@ void TestRouter() {
     return Refusal<RouterCall>(other);
   };
   CHECK(refused("score", std::string("tanh")) ==
-        "ep_router: score must be softmax or sigmoid, got tanh");
+        "ep_router: score must be softmax, sigmoid or sqrtsoftplus, got tanh");
   for (const int64_t wrong : {int64_t{-1}, int64_t{0}, int64_t{33}, int64_t{1} << 40}) {
     CHECK(Says(refused("num_groups", wrong), "num_groups must be in [1, 32], got "));
     CHECK(Says(refused("top_groups", wrong), "top_groups must be in [1, 4], got "));

@@ -53,7 +53,7 @@ RouterStep DrawStep(Random& random) {
   step.best_of_group = random.In(1, std::min<int64_t>(per_group, 4));
   step.top_k = random.In(1, std::min(per_group * step.top_groups, kLanes));
   step.tokens = random.OneIn(6) ? 0 : random.In(1, 20);
-  step.sigmoid = random.OneIn(2);
+  step.score = static_cast<RouterScore>(random.In(0, 2));
   step.least_sum = random.OneIn(2) ? 0.0f : random.OneIn(2) ? 1e-8f : 0.5f;
   step.scale = random.OneIn(2) ? 1.0f : 2.5f;
   return step;
@@ -73,8 +73,15 @@ float Sum(std::vector<float> lanes) {
 
 std::vector<float> Scores(const RouterStep& step, const float* logits) {
   std::vector<float> scores(logits, logits + step.experts);
-  if (step.sigmoid) {
+  if (step.score == RouterScore::kSigmoid) {
     for (float& score : scores) score = Divide(1.0f, Add(1.0f, std::exp(-score)));
+    return scores;
+  }
+  if (step.score == RouterScore::kSqrtSoftplus) {
+    for (float& score : scores) {
+      const float softplus = Add(score > 0 ? score : 0 * score, std::log1p(std::exp(-std::fabs(score))));
+      score = score <= kLeastSoftplus ? std::exp(Multiply(score, 0.5f)) : std::sqrt(softplus);
+    }
     return scores;
   }
   float largest = -kInfinity;
@@ -103,13 +110,15 @@ std::vector<int64_t> Largest(const std::vector<float>& values, int64_t first, in
   return order;
 }
 
-// The shares of e to the logits of the chosen experts.
-std::vector<float> SharesOfPowers(const float* logits, const std::vector<int64_t>& chosen) {
+// The shares of e to the logits of the chosen experts, or to halves of them.
+std::vector<float> SharesOfPowers(const float* logits, const std::vector<int64_t>& chosen,
+                                  bool halved) {
   float largest = -std::numeric_limits<float>::max();
   for (const int64_t expert : chosen) largest = std::fmax(largest, logits[expert]);
   std::vector<float> powers(kLanes);
   for (size_t k = 0; k < chosen.size(); ++k) {
-    powers[k] = std::exp(Add(logits[chosen[k]], -largest));
+    const float below = Add(logits[chosen[k]], -largest);
+    powers[k] = std::exp(halved ? Multiply(below, 0.5f) : below);
   }
   const float sum = Sum(powers);
   for (float& power : powers) power = Divide(power, sum > 0.0f ? sum : 1.0f);
@@ -144,7 +153,8 @@ void CheckToken(const RouterStep& step, int64_t token) {
   for (size_t k = 0; k < chosen.size(); ++k) weights[k] = scores[static_cast<size_t>(chosen[k])];
   const float sum = Sum(weights);
   if (step.least_sum > 0.0f && sum < step.least_sum) {
-    weights = SharesOfPowers(step.logits + token * step.experts, chosen);
+    weights = SharesOfPowers(step.logits + token * step.experts, chosen,
+                             step.score == RouterScore::kSqrtSoftplus);
   } else if (step.least_sum > 0.0f) {
     for (float& weight : weights) weight = Divide(weight, sum);
   }
@@ -160,7 +170,7 @@ void Run(Random& random) {
   RouterStep step = DrawStep(random);
   std::string text = "router";
   for (const int64_t size : {step.tokens, step.experts, step.top_k, step.num_groups,
-                             step.top_groups, step.best_of_group, int64_t{step.sigmoid}}) {
+                             step.top_groups, step.best_of_group, static_cast<int64_t>(step.score)}) {
     text += ' ' + std::to_string(size);
   }
   CurrentCase() = text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);

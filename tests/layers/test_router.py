@@ -24,7 +24,10 @@ ROUTERS = {
     "best three": Router(num_groups=4, top_groups=1, best_of_group=3),
     "whole groups": Router(num_groups=2, top_groups=1, best_of_group=8),
     "no limit": Router(score="sigmoid", num_groups=4, top_groups=4),
+    "deepseek v4": Router(score="sqrtsoftplus", scale=1.5),
+    "sqrtsoftplus as is": Router(score="sqrtsoftplus", normalize=False),
 }
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 def reference(logits, top_k, router, bias=None, mask=None):
@@ -37,8 +40,10 @@ def reference(logits, top_k, router, bias=None, mask=None):
         if router.score == "softmax":
             scores = np.exp(row - row.max())
             scores = scores / scores.sum()
-        else:
+        elif router.score == "sigmoid":
             scores = 1 / (1 + np.exp(-row))
+        else:
+            scores = np.sqrt(np.log1p(np.exp(row)))
         probabilities[token] = scores / scores.sum()
         if mask is not None and not mask[token]:
             continue
@@ -118,14 +123,14 @@ def test_what_the_transcription_can_tell_apart(one, other):
     assert (a != b).any()
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_equal_scores_go_to_the_lower_expert(score):
     router = Router(score=score, num_groups=4, top_groups=2)
     found = route(np.zeros((2, EXPERTS), np.float32), 3, router)
     np.testing.assert_array_equal(found.ids, [[0, 1, 2]] * 2)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_the_bias_chooses_and_weighs_nothing(score):
     """Experts that the bias forces on all tokens have weights from their scores."""
     logits, _, _ = drawn(1)
@@ -139,19 +144,24 @@ def test_the_bias_chooses_and_weighs_nothing(score):
     both = jax.value_and_grad(weigh, argnums=(0, 1), has_aux=True)
     (_, found), (dlogits, dbias) = both(logits, bias)
     assert (np.sort(found.ids, axis=1) == [4, 9, 11]).all()
-    score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[score]
+    score = {
+        "softmax": jax.nn.softmax,
+        "sigmoid": jax.nn.sigmoid,
+        "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+    }[score]
     own = np.take_along_axis(np.asarray(score(logits)), np.asarray(found.ids), axis=1)
     np.testing.assert_allclose(found.weights, own, rtol=1e-6)
     assert np.abs(dlogits).max() > 0
     assert not np.asarray(dbias).any()
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_sigmoids_that_all_underflow(normalize):
+def test_scores_that_all_underflow(normalize, score):
     """Shares of them are those of powers of e, and NaN is nowhere."""
     logits, _, _ = drawn(2)
-    logits[5] = -200
-    router = Router(score="sigmoid", normalize=normalize)
+    logits[5] = -500
+    router = Router(score=score, normalize=normalize)
 
     def weigh(logits):
         found = route(logits, TOP_K, router)
@@ -172,12 +182,13 @@ def test_sigmoids_that_all_underflow(normalize):
     assert np.isfinite([told.balance_loss, told.z_loss]).all()
 
 
-@pytest.mark.parametrize("level", [-10.0, -25.0, -37.0, -80.0])
-def test_small_sigmoids(level):
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("level", [-10.0, -20.0, -25.0, -37.0, -80.0])
+def test_small_scores(level, score):
     """Weights and their gradients are as for large ones, however small the sum."""
     logits, _, _ = drawn(3, 0.5)
     logits = np.round(logits * 1024) / np.float32(1024)  # so that sums are exact
-    router = Router(score="sigmoid")
+    router = Router(score=score)
 
     def weigh(logits, level):
         found = route(logits + level, TOP_K, router)
@@ -189,14 +200,14 @@ def test_small_sigmoids(level):
     np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=1e-5)
     _, want, _ = reference(logits.astype(np.float64) + level, TOP_K, router)
     np.testing.assert_allclose(found.weights, want, rtol=1e-4)
-    # The shares of small sigmoids do not depend on the level.
+    # The shares of small scores do not depend on the level.
     _, wanted = grad(logits, -25.0)
     if level <= -25:
         np.testing.assert_allclose(slopes, wanted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [0, N])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_no_token_at_all(score, n):
     """An empty batch, or one of only padding, has losses 0 with gradients 0."""
     logits, bias, _ = drawn(4)
@@ -228,7 +239,7 @@ def test_masked_tokens_have_no_weight_and_no_gradient():
     np.testing.assert_array_equal(np.any(np.asarray(grad), axis=1), mask)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_masked_tokens_may_be_nan(score):
     """NaN in masked tokens, as from attention rows without keys, affects nothing."""
     logits, _, mask = drawn(6)
@@ -243,6 +254,58 @@ def test_masked_tokens_may_be_nan(score):
     got = grad(np.where(mask[:, None], logits, np.nan))
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_ids_that_were_chosen_elsewhere(score, normalize):
+    """Given the ids it would choose, route returns the same, with its gradients."""
+    logits, bias, mask = drawn(7)
+    router = Router(score=score, normalize=normalize, scale=1.5)
+
+    def weigh(logits, topk_ids):
+        given = {"bias": bias, "mask": mask, "topk_ids": topk_ids}
+        found = route(logits, TOP_K, router, **given)
+        return jnp.sum(found.weights * (1 + jnp.arange(TOP_K))), found
+
+    both = jax.value_and_grad(weigh, has_aux=True)
+    (_, want), slopes = both(logits, None)
+    (_, found), own = both(logits, want.ids)
+    for ours, theirs in zip(*map(jax.tree.leaves, ((found, own), (want, slopes))), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_ids_of_no_expert():
+    """They have no weight, and what is left is normalised."""
+    logits, _, _ = drawn(8)
+    ids = np.tile(np.array([3, -1, EXPERTS], np.int32), (N, 1))
+    ids[0] = -1
+
+    def weigh(logits):
+        found = route(logits, 3, topk_ids=ids)
+        return jnp.sum(jnp.sin(found.weights)), found
+
+    (_, found), slopes = jax.value_and_grad(weigh, has_aux=True)(logits)
+    np.testing.assert_array_equal(found.ids, ids)
+    np.testing.assert_allclose(found.weights[1:], [[1, 0, 0]] * (N - 1), rtol=1e-6)
+    assert not np.asarray(found.weights[0]).any()
+    assert np.isfinite(slopes).all()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_dimensions_in_front(name):
+    """Tokens in any number of dimensions are chosen like those in one."""
+    logits, bias, mask = drawn(9)
+    front = (2, N // 4, 2)
+    given = {"bias": bias, "mask": mask}
+    flat = route(logits, TOP_K, ROUTERS[name], **given)
+    given["mask"] = mask.reshape(front)
+    found = route(logits.reshape(*front, EXPERTS), TOP_K, ROUTERS[name], **given)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, flat)), strict=True):
+        np.testing.assert_array_equal(ours, theirs.reshape(*front, -1))
+    told = map(jax.tree.leaves, (losses(found), losses(flat)))
+    for ours, theirs in zip(*told, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ ROUTERS = {
     "deepseek v3": Router(score="sigmoid", num_groups=4, top_groups=2, scale=2.5),
     "sigmoid as is": Router(score="sigmoid", normalize=False, scale=np.float32(3)),
     "no limit": Router(score="sigmoid", num_groups=4, top_groups=4),
+    "deepseek v4": Router(score="sqrtsoftplus", scale=1.5),
 }
 BY_NAME = pytest.mark.parametrize("router", ROUTERS.values(), ids=list(ROUTERS))
 

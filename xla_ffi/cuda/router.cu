@@ -94,6 +94,13 @@ __device__ void LimitGroups(const RouterStep& step, const float (&wanted)[kCount
   }
 }
 
+__device__ float SqrtSoftplus(float logit) {
+  if (logit <= kLeastSoftplus) return expf(Multiply(logit, 0.5f));
+  // NaN stays NaN.
+  const float positive = logit < 0.0f ? 0.0f : logit;
+  return sqrtf(Add(positive, log1pf(expf(-fabsf(logit)))));
+}
+
 // Computes the scores of a token's experts. Entries past the last expert are 0.
 template <int kCount>
 __device__ void Scores(const RouterStep& step, const float* logits, float (&scores)[kCount]) {
@@ -104,9 +111,14 @@ __device__ void Scores(const RouterStep& step, const float* logits, float (&scor
     scores[i] = expert < step.experts ? logits[expert] : -kInfinity;
     largest = fmaxf(largest, scores[i]);
   }
-  if (step.sigmoid) {
+  if (step.score == RouterScore::kSigmoid) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] = Divide(1.0f, Add(1.0f, expf(-scores[i])));
+    return;
+  }
+  if (step.score == RouterScore::kSqrtSoftplus) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] = SqrtSoftplus(scores[i]);
     return;
   }
   largest = OverWarp(largest, [](float a, float b) { return fmaxf(a, b); });
@@ -122,13 +134,16 @@ __device__ void Scores(const RouterStep& step, const float* logits, float (&scor
   for (int i = 0; i < kCount; ++i) scores[i] = Divide(scores[i], sum);
 }
 
-// Returns e to the logit of this lane's expert, divided by the sum of those of all chosen ones.
-// Scores that underflow are in these proportions. Without a finite logit, all are 0.
+// Returns e to the logit of this lane's expert, or to half of it for sqrtsoftplus, divided by the
+// sum of those of all chosen ones. Scores that underflow are in these proportions. Without a finite
+// logit, all are 0.
 __device__ float ShareOfPowers(const RouterStep& step, int64_t token, int expert) {
   const bool chosen = Lane() < step.top_k;
   const float logit = chosen ? step.logits[token * step.experts + expert] : -kInfinity;
   const float largest = OverWarp(logit, [](float a, float b) { return fmaxf(a, b); });
-  const float power = expf(Add(logit, -fmaxf(largest, -kLargestFloat)));
+  const float below = Add(logit, -fmaxf(largest, -kLargestFloat));
+  const bool halved = step.score == RouterScore::kSqrtSoftplus;
+  const float power = expf(halved ? Multiply(below, 0.5f) : below);
   const float sum = OverWarp(power, [](float a, float b) { return Add(a, b); });
   return Divide(power, sum > 0.0f ? sum : 1.0f);
 }

@@ -34,8 +34,14 @@ struct RouterCall : Call<RouterStep> {
     within("K", sizes[K], kMaxRouterChosen);
     within("num_groups", num_groups, kMaxRouterGroups);
     within("top_groups", top_groups, num_groups);
-    if (score != "softmax" && score != "sigmoid") {
-      check.Fail("score must be softmax or sigmoid, got " + std::string(score));
+    if (score == "softmax") {
+      step.score = RouterScore::kSoftmax;
+    } else if (score == "sigmoid") {
+      step.score = RouterScore::kSigmoid;
+    } else if (score == "sqrtsoftplus") {
+      step.score = RouterScore::kSqrtSoftplus;
+    } else {
+      check.Fail("score must be softmax, sigmoid or sqrtsoftplus, got " + std::string(score));
     }
     if (!check.ok()) return;
     const int64_t per_group = experts / num_groups;
@@ -49,7 +55,6 @@ struct RouterCall : Call<RouterStep> {
     step.tokens = sizes[n];
     step.experts = experts;
     step.top_k = sizes[K];
-    step.sigmoid = score == "sigmoid";
     step.num_groups = num_groups;
     step.top_groups = top_groups;
     step.best_of_group = best_of_group;

@@ -13,11 +13,16 @@ inline constexpr int64_t kMaxRouterExperts = kRouterLanes * kMostExpertsPerLane;
 inline constexpr int64_t kMaxRouterChosen = kRouterLanes;
 inline constexpr int64_t kMaxRouterGroups = kRouterLanes;
 
+enum class RouterScore : int8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
+
+// Below this logit, sqrtsoftplus is e to half of it, within rounding.
+inline constexpr float kLeastSoftplus = -20.0f;
+
 struct RouterStep {
   int64_t tokens;         // n
   int64_t experts;        // E
   int64_t top_k;          // K
-  bool sigmoid;           // scores are sigmoids of the logits, else their softmax
+  RouterScore score;      // what scores are of logits
   int64_t num_groups;     // of equally many consecutive experts
   int64_t top_groups;     // how many of them a token's experts may come from
   int64_t best_of_group;  // a group's score is the sum of this many of its best ones
