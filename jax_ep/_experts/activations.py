@@ -19,8 +19,8 @@ from jax.core import eval_jaxpr
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._experts import kernels
 
-# A function of gate and up, `[N, F]` each.
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
+# A function of gate and up, `[N, F]` each, or, of experts without a gate, of up alone.
+Activation = Callable[[jax.Array, jax.Array], jax.Array] | Callable[..., jax.Array]
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

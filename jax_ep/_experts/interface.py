@@ -13,7 +13,14 @@ from jax_ep._core.literals import Format, WeightFormat
 # Keywords that change none of the answers of experts if a partial binds them.
 _HARMLESS = {"activation", "device"}
 # What such a partial takes from its experts.
-_ANSWERS = ("name", "takes_dispatched", "takes_pair", "splits_by_group", "quantizes")
+_ANSWERS = (
+    "name",
+    "takes_dispatched",
+    "takes_pair",
+    "takes_ungated",
+    "splits_by_group",
+    "quantizes",
+)
 
 
 class Case(NamedTuple):
@@ -37,6 +44,7 @@ class Experts:
         takes_dispatched: whether they take a whole `Dispatched` instead of rows and
             group sizes.
         takes_pair: whether gate_up may be a pair of gate and up, each `[L, H, F]`.
+        takes_ungated: whether gate_up may be up alone, `[L, H, 1, F]`.
         splits_by_group: whether rows are the same if they are called for some groups
             at a time.
         quantizes: the format of codes that they make of weights in each call, so that
@@ -47,6 +55,7 @@ class Experts:
     name: str
     takes_dispatched: bool = False
     takes_pair: bool = False
+    takes_ungated: bool = True
     splits_by_group: bool = False
     quantizes: WeightFormat | None = None
 

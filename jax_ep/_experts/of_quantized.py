@@ -44,6 +44,7 @@ class Fp8(Experts):
 
     takes_dispatched = True
     takes_pair = True
+    takes_ungated = False
     splits_by_group = True
     quantizes: WeightFormat | None = "fp8_block128"
     name = "fp8"

@@ -58,7 +58,8 @@ class Options(NamedTuple):
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
-    activation: Activation | None = None
+    activation: Any = None
+    gated: bool = True
 
     def activate(
         self,
@@ -70,12 +71,19 @@ class Options(NamedTuple):
         """Returns the rows that `down` multiplies, from gate and up without biases.
 
         Args:
-            gate_up_rows: `[N, 2 * F]`, or a pair of gate and up `[N, F]`.
+            gate_up_rows: `[N, 2 * F]`, or a pair of gate and up `[N, F]`; without a
+                gate up `[N, F]`.
             group_sizes: int32 `[L]`.
             has_token: bool `[N]`, False for rows that hold no token.
             products: what sums the gradients of biases.
         """
         given = self.gate_bias, self.up_bias
+        if not self.gated:
+            up: Any = gate_up_rows
+            if self.up_bias is not None:
+                up = biases.add(up, self.up_bias, group_sizes, products)
+            of_up = self.activation
+            return activations.apply(lambda _, up: of_up(up), up, up, has_token)
         if isinstance(gate_up_rows, tuple):
             gate, up = (
                 side if bias is None else biases.add(side, bias, group_sizes, products)
@@ -160,7 +168,8 @@ class OfRows(Experts):
         """
         function = f"experts.{self.name}"
         given = Operands(rows, gate_up, down, group_sizes)
-        options = Options(gate_bias, up_bias, down_bias, activation)
+        gated = orders.is_gated(gate_up)
+        options = Options(gate_bias, up_bias, down_bias, activation, gated)
         _require_operands(function, self.kinds, given, options)
         if isinstance(gate_up, list):
             given = given._replace(gate_up=tuple(gate_up))
@@ -241,7 +250,7 @@ class Hopper(OfRows):
     def apply(self, case: Case, given: Operands, options: Options) -> jax.Array:
         products: Any = self.products(case)
         activation = activations.of_kernels(options.activation)
-        if activation is None:
+        if activation is None or not options.gated:
             return super().apply(case, given, options)
         return fused.apply(*given, options.of_kernels(), activation, products)
 
@@ -425,6 +434,16 @@ def _require_operands(
     )
     of_experts = given._asdict() | options._asdict()
     matrices = orders.MATRICES
+    if not options.gated:
+        matrices = orders.UNGATED
+        errors.require(
+            options.activation is not None and options.gate_bias is None,
+            function,
+            "experts without a gate need activation, a function of up, and take no "
+            "gate_bias",
+            f"activation={errors.brief(options.activation)}",
+            "pass activation=, or a gate_up of [L, H, 2, F]",
+        )
     if orders.is_pair(given.gate_up):
         matrices = orders.PAIR
         of_experts["gate"], of_experts["up"] = given.gate_up

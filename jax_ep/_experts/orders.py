@@ -106,6 +106,13 @@ MATRICES = Operand(
 )
 
 
+# The same without a gate.
+UNGATED = Operand(
+    "gate_up and down",
+    "[L, H, 1, F] and [L, F, H]",
+    ANY,
+    "transpose what has F and H exchanged, with .swapaxes",
+)
 # The same with gate and up apart.
 PAIR = Operand(
     "gate, up and down",
@@ -113,6 +120,12 @@ PAIR = Operand(
     ANY,
     "transpose what has F and H exchanged, with .swapaxes(1, 2)",
 )
+
+
+def is_gated(gate_up: Any) -> bool:
+    """Whether gate_up has a gate: `[L, H, 1, F]` is up alone."""
+    shape = getattr(gate_up, "shape", ())
+    return len(shape) != 4 or shape[2] != 1
 
 
 def is_pair(gate_up: Any) -> bool:

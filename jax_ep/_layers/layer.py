@@ -10,14 +10,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_ep._core import context, errors, traces
+from jax_ep._core import context, errors, operands, traces
 from jax_ep._core.arrays import as_array, require_values
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle
@@ -50,7 +50,7 @@ from jax_ep._setup import init
 from jax_ep._setup.shared import shared_handle
 from jax_ep.experts import Activation
 from jax_ep.placement import Placement
-from jax_ep.router import Router, RouterFunction
+from jax_ep.router import Router, RouterFunction, Routing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Arguments:
     capacity_factor: float | None
     dispatch_format: Format
     config_options: Mapping[str, Any] | None
-    router: Router | RouterFunction | None
+    router: Router | RouterFunction | Literal[False] | None
     router_bias: bool | RouterBiases
     shared_intermediate_size: int | None
     tp_axis_name: str | None
@@ -81,12 +81,48 @@ class Arguments:
     expert_bias: bool
     weights_format: WeightFormat | None
     gated_shared_expert: bool
+    gated_linear_unit: bool
+    shared_activation: Activation | None
+    apply_router_weight_on_input: bool
+    num_identity_experts: int
 
     @classmethod
     def of(cls, fields: Any) -> Arguments:
         """Returns the arguments that an object has as attributes of their names."""
         names = [field.name for field in dataclasses.fields(Arguments)]
         return Arguments(**{name: getattr(fields, name) for name in names})
+
+
+class PerToken(NamedTuple):
+    """What a call of a layer has for each token, in the dimensions of its tokens.
+
+    Attributes:
+        x: `[..., hidden]`.
+        mask: bool `[...]`, False for padding.
+        residual: `[..., hidden]`, added to the result.
+        topk_ids: int32 `[..., K]`, experts that were chosen elsewhere.
+        routing: the decision of the user's own router, without its loss.
+    """
+
+    x: Any
+    mask: Any = None
+    residual: Any = None
+    topk_ids: Any = None
+    routing: Routing | None = None
+
+    def mapped(self, function: Callable[..., Any], *others: PerToken) -> PerToken:
+        """Returns the same with `function` of each array, and those of `others`."""
+        leaves, form = jax.tree.flatten(self)
+        own = [jax.tree.leaves(other) for other in others]
+        return form.unflatten(map(function, leaves, *own))
+
+    def padding(self) -> PerToken:
+        """Returns what tokens have in each array that stand for none."""
+        fields: dict[str, Any] = {"x": 0, "mask": False, "residual": 0, "topk_ids": -1}
+        of_routing: Any = (-1, 0.0, 0.0, 0.0)
+        fields["routing"] = Routing(*of_routing)
+        there = {name: getattr(self, name) is not None for name in fields}
+        return PerToken(*(fields[name] if there[name] else None for name in fields))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,9 +167,30 @@ class Layer(Arguments):
 
     def __post_init__(self) -> None:
         """Checks everything that does not need arrays."""
-        moe_checks.require_choices(
-            self.function, self.router, self.experts, self.activation
+        moe_checks.require_choices(self.function, self.router or None, self.experts)
+        remedy = "leave it out for experts with a gate"
+        gate = self.gated_linear_unit
+        moe_checks.require_type(
+            self.function, "gated_linear_unit", gate, bool, "a bool", remedy
         )
+        errors.require(
+            gate or self._run.takes_ungated,
+            self.function,
+            "experts without a gate must not be multiplied as codes",
+            f"experts={self._run!r}",
+            "leave experts and weights_format out, or gated_linear_unit",
+        )
+        moe_checks.require_activations(
+            self.function,
+            gate,
+            self.shared_intermediate_size is not None,
+            self.config.fused_shared_expert,
+            self.activation,
+            self.shared_activation,
+        )
+        on_input, identity = self.apply_router_weight_on_input, "num_identity_experts"
+        moe_checks.require_sent_weights(self.function, self.config, on_input)
+        moe_checks.require_count(self.function, identity, self.num_identity_experts)
         remedy = "pass True and the layer makes biases of zeros"
         moe_checks.require_type(
             self.function, "expert_bias", self.expert_bias, bool, "a bool", remedy
@@ -166,11 +223,18 @@ class Layer(Arguments):
             repr(flag),
             '"logits" is trained, True only chooses experts, "both" has the two',
         )
-        for name in ("router", "experts", "activation"):
+        errors.require(
+            not flag or self.router is not False,
+            self.function,
+            "router_bias needs a router",
+            "router=False",
+            "leave router_bias out, and add the bias where you make the routing",
+        )
+        for name in ("router", "experts", "activation", "shared_activation"):
             moe_checks.require_hashable(self.function, name, getattr(self, name))
         config = self.config
         if isinstance(self.router, Router):
-            self.router._check_choice(self.function, self.num_experts, config.top_k)
+            self.router._check_choice(self.function, self.num_choices, config.top_k)
         moe_checks.require_mode(self.function, config)
         shared = self.shared_intermediate_size
         if config.fused_shared_expert and shared != self.intermediate_size:
@@ -272,7 +336,8 @@ class Layer(Arguments):
             self.config.hidden_size,
             self.intermediate_size,
             self.shared_intermediate_size,
-            self.num_experts,
+            None if self.router is False else self.num_choices,
+            2 if self.gated_linear_unit else 1,
             self.expert_bias,
             self.router_bias in ROUTER_BIASES,
             self.gated_shared_expert,
@@ -288,6 +353,11 @@ class Layer(Arguments):
             return found
         multiple, axis = self._multiple, self.fsdp_axis_name
         return fsdp.sharded(self.function, mesh, axis, axes, found, multiple)
+
+    @property
+    def num_choices(self) -> int:
+        """The number of experts that the router knows."""
+        return self.num_experts + self.num_identity_experts
 
     @property
     def corrects_choice(self) -> bool:
@@ -322,9 +392,9 @@ class Layer(Arguments):
         layout, whole = layer._layouts()[0], (None,) * depth
         fields = "gate_up", "down"
         specs = tuple(PartitionSpec(*whole, *layout[n].spec) for n in fields)
-        operands = self._placed((gate_up, down), specs)
+        weights = self._placed((gate_up, down), specs)
         program = _quantizer(layer, name, backward, traces.spmd_axis_names(), depth)
-        return program(*operands)
+        return program(*weights)
 
     def _held(self, values: Mapping[str, Any]) -> QuantizedWeights:
         """Returns the codes among the parameters of a layer with a `weights_format`."""
@@ -354,7 +424,7 @@ class Layer(Arguments):
         """
         layout = self.params()
         shapes = {name: param.shape for name, param in layout.items()}
-        shapes["router_bias"] = (self.num_experts,)
+        shapes["router_bias"] = (self.num_choices,)
         found = {}
         for name, value in values.items():
             require_values(self.function, name, value)
@@ -426,7 +496,11 @@ class Layer(Arguments):
         ep: EPHandle,
         values: Mapping[str, Any],
         x: ArrayLike,
+        *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -441,6 +515,9 @@ class Layer(Arguments):
             values: global arrays by name: those of `params()`, and "router_bias".
             x: `[..., hidden]`.
             mask: bool `[...]`, False for padding.
+            residual: `[..., hidden]`, cast like x and added to the result.
+            routing: the decision of the user's own router, `[..., K]`.
+            topk_ids: int32 `[..., K]`, as in `jax_ep.moe_ffn`.
             input_scale: as in `jax_ep.dispatch`, the same for all ranks.
             placement: which experts the places hold; None spreads them evenly.
             quantized: codes of the experts' weights; the weights get the gradients.
@@ -453,8 +530,7 @@ class Layer(Arguments):
         require_floating(self.function, x)
         spec = self._leading_spec(x)
         padded = not divides(self.mesh, spec, x.shape)
-        if mask is not None:
-            mask = moe_checks.checked_mask(self.function, mask, x.shape[:-1])
+        given = self._per_token(x, mask, residual, routing, topk_ids)
         self._require_shapes(values)
         placement = places.checked(
             self.function,
@@ -467,9 +543,9 @@ class Layer(Arguments):
         names = tuple(values)
         form = codes.Form.of(values["experts"]) if "experts" in values else None
         specs = self._specs(self._layouts()[0], names, form)
-        arrays = (values, x.astype(self.config.dtype), mask, input_scale)
-        operands = (*arrays, placement)
-        given, whole = PartitionSpec() if padded else spec, PartitionSpec()
+        loss = None if routing is None else routing.loss
+        arrays = (values, given, loss, input_scale, placement)
+        split, whole = PartitionSpec() if padded else spec, PartitionSpec()
         # Cached in the handle, so that eager calls compile once.
         key = (self, names, form, spec, padded, traces.spmd_axis_names())
         program = ep._programs.get(key)
@@ -477,7 +553,50 @@ class Layer(Arguments):
             make = self._padded if padded else self._mapped
             run = make(ep, names, form, spec)
             program = ep._programs[key] = jax.jit(context.under(self.mesh, run))
-        return program(*self._placed(operands, (specs, given, given, whole, whole)))
+        of_tokens = given.mapped(lambda _: split)
+        all_specs = (specs, of_tokens, whole, whole, whole)
+        return program(*self._placed(arrays, all_specs))
+
+    def _per_token(
+        self,
+        x: jax.Array,
+        mask: ArrayLike | None,
+        residual: ArrayLike | None,
+        routing: Routing | None,
+        topk_ids: ArrayLike | None,
+    ) -> PerToken:
+        """Returns what a call has for each token, checked and cast."""
+        function, front = self.function, x.shape[:-1]
+        errors.require(
+            routing is not None or self.router is not False,
+            function,
+            "the layer has no router (router=False), and calls need routing",
+            "None",
+            "pass what jax_ep.router.route returns",
+        )
+        what, remedy = "a jax_ep.router.Routing", "jax_ep.router.route makes one"
+        moe_checks.require_type(function, "routing", routing, Routing, what, remedy)
+        given = {"mask": mask, "residual": residual, "topk_ids": topk_ids}
+        names = {n: f"routing.{n}" for n in moe_checks.OF_ROUTING}
+        given |= {name: getattr(routing, n, None) for n, name in names.items()}
+        sizes = {
+            "...": front,
+            "H": (self.config.hidden_size, "hidden_size"),
+            "K": (self.config.top_k, "top_k"),
+            "E": self.num_choices,
+        }
+        found = operands.checked(function, moe_checks.PER_TOKEN, given, sizes)
+        dtype = self.config.dtype
+        residual = found.get("residual")
+        return PerToken(
+            x.astype(dtype),
+            found.get("mask"),
+            None if residual is None else residual.astype(dtype),
+            found.get("topk_ids"),
+            None
+            if routing is None
+            else Routing(*(found[name] for name in names.values())),
+        )
 
     def _with_codes(self, values: Mapping[str, Any], quantized: Any) -> dict[str, Any]:
         """Returns `values` with any codes and scales under the name "experts"."""
@@ -533,14 +652,14 @@ class Layer(Arguments):
         mapped = jax.shard_map(
             partial(self._body, ep, spec_axes(spec)),
             mesh=self.mesh,
-            in_specs=(self._specs(by_place, names, form), spec, spec, whole, whole),
+            in_specs=(self._specs(by_place, names, form), spec, whole, whole, whole),
             out_specs=(spec, MoEAux.specs(spec_axes(spec))),
             # JAX batches a shard_map over a mesh axis only without this check.
             check_vma=not traces.spmd_axis_names(),
         )
 
         def run(
-            values: Any, x: Any, mask: Any, input_scale: Any, placement: Any
+            values: Any, given: PerToken, loss: Any, input_scale: Any, placement: Any
         ) -> Any:
             if name:
                 masters = values["gate_up"], values["down"]
@@ -550,7 +669,7 @@ class Layer(Arguments):
                 values = {**values, "experts": made}
             if placement is not None:
                 values = places.gathered(placement, values, by_place, self.mesh)
-            return mapped(values, x, mask, input_scale, placement)
+            return mapped(values, given, loss, input_scale, placement)
 
         return run
 
@@ -571,17 +690,22 @@ class Layer(Arguments):
         mapped = self._mapped(ep, names, form, flat)
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def run(values: Any, x: Any, mask: Any, *rest: Any) -> Any:
-            count = math.prod(x.shape[:-1])
-            rows = jnp.reshape(x, (count, x.shape[-1]))
-            real = jnp.ones(count, bool) if mask is None else jnp.reshape(mask, count)
+        def run(values: Any, given: PerToken, *rest: Any) -> Any:
+            shape = given.x.shape
+            count = math.prod(shape[:-1])
             missing = -count % parts
-            rows = jnp.pad(rows, ((0, missing), (0, 0)))
-            real = jnp.pad(real, (0, missing))
-            rows, real = self._placed((rows, real), (flat, flat))
-            y, aux = mapped(values, rows, real, *rest)
+            if given.mask is None and given.routing is None:
+                given = given._replace(mask=jnp.ones(shape[:-1], bool))
+
+            def pad(array: jax.Array, value: Any) -> jax.Array:
+                rows = jnp.reshape(array, (count, *array.shape[len(shape) - 1 :]))
+                more = ((0, missing), *[(0, 0)] * (rows.ndim - 1))
+                rows = jnp.pad(rows, more, constant_values=value)
+                return self._placed(rows, flat)
+
+            y, aux = mapped(values, given.mapped(pad, given.padding()), *rest)
             y = self._placed(y, whole)
-            return y[:count].reshape(x.shape), aux
+            return y[:count].reshape(shape), aux
 
         return run
 
@@ -590,11 +714,16 @@ class Layer(Arguments):
         ep: EPHandle,
         split: tuple[str, ...],
         values: Any,
-        x: jax.Array,
-        mask: Any,
+        given: PerToken,
+        loss: Any,
         input_scale: Any,
         placement: Placement | None,
     ) -> tuple[jax.Array, MoEAux]:
+        shape = given.x.shape
+        given = given.mapped(lambda a: a.reshape(-1, *a.shape[len(shape) - 1 :]))
+        routing = given.routing
+        if routing is not None:
+            routing = dataclasses.replace(routing, loss=loss)
         with errors.told_of(self.function):
             if self.fsdp_axis_name is not None:
                 order, dtype = self.mesh.axis_names, self.config.dtype
@@ -605,17 +734,23 @@ class Layer(Arguments):
                     values["experts"] = whole
             y, aux = moe_ffn(
                 ep,
-                x.reshape(-1, self.config.hidden_size),
+                given.x,
                 values,
-                router=self.router,
-                mask=None if mask is None else mask.reshape(-1),
+                router=None if routing is not None else self.router or None,
+                routing=routing,
+                topk_ids=given.topk_ids,
+                mask=given.mask,
+                residual=given.residual,
                 input_scale=input_scale,
                 tp_axis=self.tp_axis_name,
                 experts=self.experts,
                 activation=self.activation,
+                shared_activation=self.shared_activation,
+                apply_router_weight_on_input=self.apply_router_weight_on_input,
+                num_identity_experts=self.num_identity_experts,
                 placement=placement,
             )
-        return y.reshape(x.shape), aux
+        return y.reshape(shape), aux
 
     def _leading_spec(self, x: jax.Array) -> PartitionSpec:
         """Returns the spec of all dimensions of `x` but the last, checked against x."""
@@ -640,10 +775,10 @@ class Layer(Arguments):
             )
         return spec
 
-    def _placed(self, operands: Any, specs: Any) -> Any:
+    def _placed(self, arrays: Any, specs: Any) -> Any:
         """Reshards arrays as `shard_map` requires on a mesh with explicit axes."""
         if AxisType.Explicit not in self.mesh.axis_types:
-            return operands
+            return arrays
 
         def place(spec: PartitionSpec, tree: Any) -> Any:
             sharding = NamedSharding(self.mesh, spec)
@@ -652,7 +787,7 @@ class Layer(Arguments):
             )
 
         return jax.tree.map(
-            place, specs, operands, is_leaf=lambda x: isinstance(x, PartitionSpec)
+            place, specs, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
 
 

@@ -19,7 +19,7 @@ from jax_ep._core.arrays import as_array
 from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched, ExpertsFunction
 from jax_ep._core.varying import vary_alike, varying
-from jax_ep._experts import interface
+from jax_ep._experts import activations, interface
 from jax_ep._layers import columns, expert_rows, moe_checks
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
@@ -71,6 +71,7 @@ def moe_ffn(
     *,
     router: routers.Router | routers.RouterFunction | None = None,
     routing: routers.Routing | None = None,
+    topk_ids: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     residual: ArrayLike | None = None,
     input_scale: ArrayLike | None = None,
@@ -78,6 +79,9 @@ def moe_ffn(
     tp_axis: str | None = None,
     experts: ExpertsFunction | None = None,
     activation: _experts.Activation | None = None,
+    shared_activation: _experts.Activation | None = None,
+    apply_router_weight_on_input: bool = False,
+    num_identity_experts: int = 0,
     placement: placements.Placement | None = None,
 ) -> tuple[jax.Array, MoEAux]:
     """Applies router, dispatch, SwiGLU experts, combine and an optional shared expert.
@@ -97,14 +101,16 @@ def moe_ffn(
             "router_logit_bias" `[E]`, optional: it is added to the logits, for any
             router, and is trained;
             "gate_up" `[L, H, 2, F]` of this rank's experts, gate first, or instead
-            "gate" and "up" `[L, H, F]`;
+            "gate" and "up" `[L, H, F]`; for experts without a gate, as in Nemotron-H,
+            "up" alone, or "gate_up" `[L, H, 1, F]`;
             "down" `[L, F, H]`;
             "experts": a `jax_ep.experts.QuantizedWeights` of this rank's experts,
             which `jax_ep.experts.fp8` multiplies, either together with "gate_up" and
             "down", which then get the gradients, or in their place;
             "gate_bias" and "up_bias" `[L, F]`, "down_bias" `[L, H]`, optional biases
             of the routed experts;
-            "shared_gate_up" `[H, 2, S]` and "shared_down" `[S, H]`, optional: an expert
+            "shared_gate_up" `[H, 2, S]` (`[H, 1, S]` if experts have no gate) and
+            "shared_down" `[S, H]`, optional: an expert
             that every token goes to with weight 1. Its matmuls wait for no exchange;
             if the config's `overlap` is "copy" or "stream" they run between
             `dispatch_async` and `dispatch_wait`. With `fused_shared_expert=True` in the
@@ -123,6 +129,9 @@ def moe_ffn(
             id of -1 means no expert. Masked tokens go to no expert whatever the
             function returns for them.
         routing: the decision of your own router, in place of "router".
+        topk_ids: int32 `[n, K]`, the experts of each token if they were chosen
+            elsewhere; see `jax_ep.router.route`. The router then only makes their
+            weights.
         mask: bool `[n]`, False for padding, which goes to no expert (except the shared
             one) and counts in no loss. Without a shared expert, padding may be NaN.
         residual: `[n, H]` in the config's dtype, added to the result before it is
@@ -148,7 +157,16 @@ def moe_ffn(
             kernels on Hopper GPUs if XLA's ragged_dot is dense there. `jax_ep.experts`
             has more, and your own grouped matmul works as well.
         activation: a function of (gate, up) `[N, F]` for all experts; None means
-            `silu(gate) * up`.
+            `silu(gate) * up`. For experts without a gate a function of up, which has no
+            default.
+        shared_activation: that of the shared expert; None means `activation`. Not with
+            `fused_shared_expert`.
+        apply_router_weight_on_input: whether tokens are multiplied by their weights
+            before the experts, as in Llama 4, and not the results after them. The
+            config must have top_k 1, and no `fused_shared_expert`.
+        num_identity_experts: Z, experts after the E with weights whose result is the
+            token itself, as in LongCat-Flash. They cost no exchange. The router, its
+            biases, `routing`, the losses and `MoEAux.load` then have E + Z experts.
         placement: which experts the places hold, if the config's `num_experts` counts
             places, some of them for copies (`jax_ep.placement`). "router", its biases,
             `routing`, the losses and `MoEAux.load` then refer to the placement's E
@@ -165,12 +183,30 @@ def moe_ffn(
     checks.require_open("moe_ffn", ep)
     checks.require_scope("moe_ffn", ep)
     tokens = as_array("moe_ffn", "tokens", tokens)
-    moe_checks.check_choices(ep, router, routing, mask, batch_axes, experts, activation)
+    moe_checks.check_choices(ep, router, routing, mask, topk_ids, batch_axes, experts)
+    moe_checks.require_sent_weights("moe_ffn", ep.config, apply_router_weight_on_input)
+    moe_checks.require_count("moe_ffn", "num_identity_experts", num_identity_experts)
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(
-        ep, tokens, residual, params, routing, tp_axis, count
+        ep,
+        tokens,
+        residual,
+        topk_ids,
+        params,
+        routing,
+        tp_axis,
+        count + num_identity_experts,
     )
     run = expert_rows.implementation(experts, "experts" in params)
+    moe_checks.require_gate(run, params)
+    moe_checks.require_activations(
+        "moe_ffn",
+        moe_checks.is_gated(params),
+        "shared_down" in params,
+        ep.config.fused_shared_expert,
+        activation,
+        shared_activation,
+    )
     params = params if run.takes_pair else moe_checks.stacked(params)
     moe_checks.require_blocks(ep, run, params, tp_axis)
     if tp_axis is not None:
@@ -182,16 +218,22 @@ def moe_ffn(
     config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):
-            routing = choosing.routed(ep, tokens, params, router, mask)
+            routing = choosing.routed(ep, tokens, params, router, mask, topk_ids)
     params = _spread(ep, params, tokens, routing)
     axes = _batch_axes(ep, batch_axes)
     losses = _losses(ep, routing, axes)
+    ids, weights, x = routing.ids, routing.weights, tokens
+    if num_identity_experts:
+        last = count + num_identity_experts
+        ids, residual = _of_identity(ids, weights, x, residual, count, last)
+    if apply_router_weight_on_input:
+        x, weights = _weighed(ids, weights, x), jnp.ones_like(weights)
     beside = None if tp_axis else residual
     fused = config.fused_shared_expert
-    ids = routing.ids
     if placement is not None:
         ids = placement.assign(ids, jax.lax.axis_index(ep.axis_names))
-    operands: Any = (tokens, ids, routing.weights)
+    operands: Any = (x, ids, weights)
+    given = tokens, params, shared_activation or activation
     if tp_axis:
         # Their gradients differ along the axis. With the cast here, they are summed for
         # n tokens; with a cast at the experts' weights, they would be for N rows.
@@ -203,7 +245,7 @@ def moe_ffn(
     reads_tail = run.reads_tail(case)
     zero_tail = config.zero_tail and reads_tail
     if "shared_down" in params and not fused:
-        d, shared = _dispatch_beside(*sent, input_scale, params, activation, zero_tail)
+        d, shared = _dispatch_beside(*sent, input_scale, given, zero_tail)
         beside = shared if beside is None else shared + beside
     else:
         d = dispatching.dispatch_routed(*sent, input_scale, None, zero_tail=zero_tail)
@@ -234,6 +276,35 @@ def moe_ffn(
         _place(ep, dropped, [name for name in axes if name != tp_axis]),
     )
     return y, aux
+
+
+def _of_identity(
+    ids: jax.Array,
+    weights: jax.Array,
+    tokens: jax.Array,
+    residual: jax.Array | None,
+    first: int,
+    last: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ids without experts from `first` to `last`, and their result as residual.
+
+    It is added to `residual` before it is rounded.
+    """
+    own = (ids >= first) & (ids < last)
+    share = jnp.sum(jnp.where(own, weights, 0.0), axis=-1, keepdims=True)
+    # Padding may be NaN.
+    real = jnp.where(jnp.any(own, axis=-1, keepdims=True), tokens, 0)
+    y = share * real.astype(jnp.float32)
+    if residual is not None:
+        y = y + residual.astype(jnp.float32)
+    return jnp.where(own, -1, ids), y.astype(tokens.dtype)
+
+
+def _weighed(ids: jax.Array, weights: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns tokens times the weight of their only expert, rounded once."""
+    # Padding may be NaN, and its row is not sent.
+    real = jnp.where(ids >= 0, tokens, 0).astype(jnp.float32)
+    return (real * weights).astype(tokens.dtype)
 
 
 def _equal_along(axis: str, counts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -294,15 +365,17 @@ def _dispatch_beside(
     ids: jax.Array,
     weights: jax.Array,
     input_scale: ArrayLike | None,
-    params: Mapping[str, Any],
-    activation: _experts.Activation | None,
+    given: tuple[jax.Array, Mapping[str, Any], Any],
     zero_tail: bool,
 ) -> tuple[Dispatched, jax.Array]:
-    """Dispatches, and computes the shared expert's rows while the exchange runs."""
+    """Dispatches, and computes the shared expert's rows while the exchange runs.
+
+    `given` is what `_shared_expert` is called with.
+    """
 
     def shared_expert() -> jax.Array:
         with jax.named_scope("jax_ep.shared_expert"):
-            return _shared_expert(tokens, params, activation)
+            return _shared_expert(*given)
 
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
@@ -316,17 +389,13 @@ def _dispatch_beside(
 
 
 def _shared_expert(
-    tokens: jax.Array,
-    params: Mapping[str, Any],
-    activation: _experts.Activation | None,
+    tokens: jax.Array, params: Mapping[str, Any], activation: Any
 ) -> jax.Array:
     gate_up = params["shared_gate_up"].astype(tokens.dtype)
-    both = jnp.einsum("nh,hcs->ncs", tokens, gate_up)
-    gate, up = both[:, 0], both[:, 1]
-    if activation is None:
-        inner = jax.nn.silu(gate) * up
-    else:
-        inner = activation(gate, up).astype(tokens.dtype)
+    # gate, if there is one, and up
+    products = jnp.einsum("nh,hcs->ncs", tokens, gate_up)
+    sides = [products[:, side] for side in range(gate_up.shape[1])]
+    inner = (activation or activations.swiglu)(*sides).astype(tokens.dtype)
     y = inner @ params["shared_down"].astype(tokens.dtype)
     if "shared_expert_gate" not in params:
         return y

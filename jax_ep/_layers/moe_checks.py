@@ -53,10 +53,8 @@ def require_hashable(function: str, name: str, value: Any) -> None:
         ) from error
 
 
-def require_choices(
-    function: str, router: Any, experts: Any, activation: Any = None
-) -> None:
-    """Raises TypeError unless router, experts and activation have usable types."""
+def require_choices(function: str, router: Any, experts: Any) -> None:
+    """Raises TypeError unless router and experts have usable types."""
     require_type(
         function,
         "router",
@@ -73,18 +71,9 @@ def require_choices(
         "a function of rows, gate_up, down and group_sizes",
         "jax_ep.experts has some to choose from",
     )
-    require_type(
-        function,
-        "activation",
-        activation,
-        Callable,
-        "a function of gate and up",
-        "leave it out for silu(gate) * up",
-    )
     for name, value, taken, options in (
         ("router", router, ("logits",), ROUTER_KEYWORDS),
         ("experts", experts, _operands(experts), _EXPERTS_KEYWORDS),
-        ("activation", activation, ("gate", "up"), ()),
     ):
         if not isinstance(value, type):
             calls.require_takes(function, name, value, taken, options)
@@ -101,6 +90,70 @@ def require_choices(
                 operand=name,
                 kind=TypeError,
             )
+
+
+def require_activations(
+    function: str, gated: bool, has_shared: bool, fused: bool, *given: Any
+) -> None:
+    """Raises unless the activations suit the experts.
+
+    Args:
+        function: the caller.
+        gated: whether experts have a gate.
+        has_shared: whether there is a shared expert.
+        fused: whether it is one of the groups.
+        *given: `activation` and `shared_activation`.
+    """
+    operands = ("gate", "up") if gated else ("up",)
+    otherwise = "leave it out for silu(gate) * up" if gated else "write one"
+    for name, value in zip(("activation", "shared_activation"), given, strict=True):
+        what = f"a function of {' and '.join(operands)}"
+        require_type(function, name, value, Callable, what, otherwise)
+        if not isinstance(value, type):
+            calls.require_takes(function, name, value, operands)
+    activation, shared = given
+    errors.require(
+        gated or activation is not None,
+        function,
+        "activation must be a function of up, because experts without a gate have no "
+        "default",
+        "None",
+        "pass for example lambda up: jnp.square(jax.nn.relu(up))",
+    )
+    errors.require(
+        shared is None or (has_shared and not fused),
+        function,
+        "shared_activation needs a shared expert, and a config without "
+        "fused_shared_expert",
+        errors.brief(shared),
+        "leave it out, and the shared expert has the activation of the others",
+    )
+
+
+def require_sent_weights(function: str, config: EPConfig, on_input: Any) -> None:
+    """Raises unless weights can be multiplied before the exchange, if they are."""
+    name = "apply_router_weight_on_input"
+    remedy = "leave it out to weigh the experts' results"
+    require_type(function, name, on_input, bool, "a bool", remedy)
+    errors.require(
+        not on_input or (config.top_k == 1 and not config.fused_shared_expert),
+        function,
+        f"{name} needs top_k=1, and no fused_shared_expert",
+        f"top_k {config.top_k}",
+        "with more experts per token, call dispatch, multiply d.tokens by "
+        "d.router_weights[:, None], and call combine without weights",
+    )
+
+
+def require_count(function: str, name: str, value: Any) -> None:
+    """Raises unless `value` is an int of at least 0."""
+    errors.require(
+        type(value) is int and value >= 0,
+        function,
+        f"{name} must be an int of at least 0",
+        errors.brief(value),
+        "the default is 0",
+    )
 
 
 def require_mode(function: str, config: EPConfig) -> None:
@@ -132,12 +185,12 @@ def check_choices(
     router: Any,
     routing: Any,
     mask: Any,
+    topk_ids: Any,
     batch_axes: Any,
     experts: Any,
-    activation: Any,
 ) -> None:
     """Raises unless the options have the documented types and fit together."""
-    require_choices("moe_ffn", router, experts, activation)
+    require_choices("moe_ffn", router, experts)
     require_type(
         "moe_ffn",
         "routing",
@@ -146,13 +199,19 @@ def check_choices(
         "a jax_ep.router.Routing",
         "jax_ep.router.route makes one",
     )
-    for name, value in (("router", router), ("mask", mask)):
+    for name, value in (("router", router), ("mask", mask), ("topk_ids", topk_ids)):
         _require(
             routing is None or value is None,
             rule=f"{name} must be None with routing",
             value=f"a {type(value).__name__}",
             remedy="apply it where you make the routing",
         )
+    _require(
+        topk_ids is None or router is None or isinstance(router, routers.Router),
+        rule="router must be a jax_ep.router.Router with topk_ids",
+        value=calls.name_of(router),
+        remedy="use the ids in your function",
+    )
     known = tuple(name for name in ep.mesh.axis_names if checks.in_scope((name,)))
     names = isinstance(batch_axes, Sequence) and not isinstance(batch_axes, str)
     _require(
@@ -170,7 +229,23 @@ def checked_mask(function: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 _ONE_BOOL = "pass one bool per token"
-_MASK = Operand("mask", "[...]", "bool", _ONE_BOOL, _ONE_BOOL)
+_MASK = Operand("mask", "[...]", "bool", _ONE_BOOL, _ONE_BOOL, optional=True)
+_ONE_ROW = "pass a row for each token of x, in the same dimensions"
+_IDS = "pass top_k experts for each token of x, in the same dimensions"
+# The arrays of a `jax_ep.router.Routing` that have a row per token.
+OF_ROUTING = ("ids", "weights", "logits", "probabilities")
+# What calls of layers may have for each token of x, besides x.
+PER_TOKEN = (
+    _MASK,
+    Operand("residual", "[..., H]", operands.FLOATS, _ONE_ROW, optional=True),
+    Operand("topk_ids", "[..., K]", operands.IDS, _IDS, optional=True),
+    Operand("routing.ids", "[..., K]", operands.IDS, _IDS, optional=True),
+    Operand("routing.weights", "[..., K]", operands.FLOATS, _IDS, optional=True),
+    *(
+        Operand(f"routing.{name}", "[..., E]", operands.FLOATS, _ONE_ROW, optional=True)
+        for name in ("logits", "probabilities")
+    ),
+)
 
 
 def _remedy_of_tokens(found: operands.Found) -> str:
@@ -279,6 +354,16 @@ def require_keywords(experts: Experts, options: Mapping[str, Any]) -> None:
     calls.require_takes("moe_ffn", "experts", given, by_position, list(options))
 
 
+def require_gate(experts: Experts, params: Mapping[str, Any]) -> None:
+    """Raises if these experts need a gate, and there is none."""
+    _require(
+        is_gated(params) or experts.takes_ungated,
+        rule="experts must take a gate_up without a gate, [L, H, 1, F]",
+        value=repr(experts),
+        remedy="leave experts out, or pass gate and up",
+    )
+
+
 def require_split(
     ep: EPHandle, tokens: jax.Array, params: Mapping[str, Any], tp_axis: str
 ) -> None:
@@ -368,6 +453,7 @@ def checked_params(
     ep: EPHandle,
     tokens: jax.Array,
     residual: Any,
+    topk_ids: Any,
     params: Mapping[str, Any],
     routing: routers.Routing | None,
     tp_axis: str | None,
@@ -434,7 +520,7 @@ def checked_params(
         remedy="init ep with a larger max_tokens_per_rank, or pass fewer tokens",
     )
     given = {name: value for name, value in params.items() if name != "experts"}
-    given |= {"tokens": tokens, "residual": residual}
+    given |= {"tokens": tokens, "residual": residual, "topk_ids": topk_ids}
     if isinstance(params.get("gate_up"), tuple):
         given["gate_up"] = jax.eval_shape(_stack, *params["gate_up"])
     if "experts" in names:
@@ -460,15 +546,28 @@ def checked_params(
         "H": (ep.config.hidden_size, "hidden_size"),
         "L": (ep.local_experts, "this rank's experts"),
         "E": experts,
+        "K": (ep.config.top_k, "top_k"),
     }
-    rows = _table(ep.ep_size, tp_axis, fused, routing is None)
+    gated = is_gated(params)
+    _require(
+        gated or not {"gate_bias", "experts"} & names,
+        rule="params of experts without a gate must have no gate_bias and no experts",
+        value=given_names,
+        remedy="pass up_bias alone, and weights that are not quantised",
+    )
+    rows = _table(ep.ep_size, tp_axis, fused, routing is None, 2 if gated else 1)
     table = [row for row in rows if operands.names_of(row)[0] in given]
     operands.checked("moe_ffn", table, given, sizes, ep.config.dtype)
     return params
 
 
+def is_gated(params: Mapping[str, Any]) -> bool:
+    """Whether the routed experts have a gate."""
+    return orders.is_gated(params.get("gate_up"))
+
+
 def _table(
-    ranks: int, tp: str | None, fused: bool, chooses: bool
+    ranks: int, tp: str | None, fused: bool, chooses: bool, sides: int
 ) -> tuple[Operand, ...]:
     """Returns what `moe_ffn` requires of its arrays, if they are given.
 
@@ -477,15 +576,26 @@ def _table(
         tp: the tensor axis, or None.
         fused: whether the shared expert is one of the groups.
         chooses: whether the layer's router chooses the experts.
+        sides: 2 if experts have a gate, 1 if not.
     """
     of_any = operands.ANY
-    shared = ("[H, 2, F] and [F, H]", "pass one of the size of a routed expert")
+    shared = (
+        f"[H, {sides}, F] and [F, H]",
+        "pass one of the size of a routed expert",
+    )
     if not fused:
         whole = "replicate both over the EP axes, and split only S over tp_axis"
-        shared = ("[H, 2, S] and [S, H]", whole)
+        shared = (f"[H, {sides}, S] and [S, H]", whole)
     rows = [
         Operand("tokens", "[n, H]", None, _remedy_of_tokens),
         Operand("residual", "[n, H]", None, "pass one row per token", optional=True),
+        Operand(
+            "topk_ids",
+            "[n, K]",
+            operands.IDS,
+            "pass top_k experts per token",
+            optional=True,
+        ),
         Operand(
             "quantized gate_up and quantized down",
             "[L, H, 2, F] and [L, F, H]",
@@ -495,7 +605,7 @@ def _table(
         ),
         Operand(
             "gate_up and down",
-            "[L, H, 2, F] and [L, F, H]",
+            f"[L, H, {sides}, F] and [L, F, H]",
             (_SHAPES, of_any),
             partial(_remedy_of_weights, tp),
         ),
@@ -537,13 +647,28 @@ _SHAPES = operands.ANY._replace(convert=_shaped)
 
 
 def _joined(params: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
-    """Returns `params` with "gate" and "up", if present, as the pair "gate_up"."""
+    """Returns `params` with "gate" and "up", if present, as the pair "gate_up".
+
+    Without a gate, "up" becomes a "gate_up" `[L, H, 1, F]`.
+    """
     given = [name for name in ("gate", "up") if name in params]
     if not given:
         return params
+    if given == ["up"] and not {"gate_up", "experts"} & {*params}:
+        up = as_array("moe_ffn", "params['up']", params["up"])
+        swapped = up.ndim == 3 and up.shape[1] != hidden == up.shape[2]
+        _require(
+            up.ndim == 3 and not swapped,
+            rule=f"up must be [L, H, F] with H = {hidden}",
+            value=up.shape,
+            remedy="transpose what is [L, F, H]: pass up.swapaxes(1, 2)",
+        )
+        rest = {name: value for name, value in params.items() if name != "up"}
+        return rest | {"gate_up": up[:, :, None]}
     _require(
         len(given) == 2 and "gate_up" not in params,
-        rule='gate and up must come together, in place of "gate_up"',
+        rule='gate and up must come together, in place of "gate_up", or up alone '
+        "if experts have no gate",
         value=sorted(params),
         remedy='pass both, or only "gate_up"',
     )

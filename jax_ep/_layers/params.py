@@ -74,12 +74,24 @@ class Param:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layer: H, F, S or None, E, and which optional params it has."""
+    """Sizes of a layer, and which optional params it has.
+
+    Attributes:
+        hidden: H.
+        inner: F.
+        shared: S, or None.
+        choices: the experts that the router knows, or None without a router.
+        sides: 2, or 1 if experts have no gate.
+        biases: whether experts have biases.
+        logit_bias: whether the router's logits have one.
+        shared_gate: whether a gate multiplies the shared expert's result.
+    """
 
     hidden: int
     inner: int
     shared: int | None
-    experts: int
+    choices: int | None
+    sides: int
     biases: bool
     logit_bias: bool
     shared_gate: bool
@@ -94,30 +106,31 @@ def params(sizes: Sizes, count: int, ep: Any, tp: str | None) -> dict[str, Param
         ep: the entry of a spec that splits this dimension, or None.
         tp: the tensor axis, or None.
     """
-    hidden, inner, shared, experts, biases, logit_bias, shared_gate = sizes
-    found = {
-        "router": Param((hidden, experts), (None, None), (1,), 0),
-        "gate_up": Param(
-            (count, hidden, 2, inner), (ep, None, None, tp), (2, 3), 1, (0,)
-        ),
-        "down": Param((count, inner, hidden), (ep, tp, None), (2,), 1, (0,)),
-    }
+    hidden, inner, shared, choices, sides, biases, logit_bias, shared_gate = sizes
+    found = {}
+    if choices is not None:
+        found["router"] = Param((hidden, choices), (None, None), (1,), 0)
+        if logit_bias:
+            name = "router_logit_bias"
+            found[name] = Param((choices,), (None,), (), 0, zeros=True)
+    found["gate_up"] = Param(
+        (count, hidden, sides, inner), (ep, None, None, tp), (2, 3), 1, (0,)
+    )
+    found["down"] = Param((count, inner, hidden), (ep, tp, None), (2,), 1, (0,))
     if shared is not None:
         found["shared_gate_up"] = Param(
-            (hidden, 2, shared), (None, None, tp), (1, 2), 0
+            (hidden, sides, shared), (None, None, tp), (1, 2), 0
         )
         found["shared_down"] = Param((shared, hidden), (tp, None), (1,), 0)
     if shared_gate:
         found["shared_expert_gate"] = Param((hidden, 1), (None, None), (1,), 0)
     if biases:
         for name, size, axis in (
-            ("gate_bias", inner, tp),
+            *([("gate_bias", inner, tp)] if sides == 2 else []),
             ("up_bias", inner, tp),
             ("down_bias", hidden, None),
         ):
             found[name] = Param((count, size), (ep, axis), (1,), 0, zeros=True)
-    if logit_bias:
-        found["router_logit_bias"] = Param((experts,), (None,), (), 0, zeros=True)
     return found
 
 

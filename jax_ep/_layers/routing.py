@@ -24,8 +24,12 @@ def routed(
     params: Mapping[str, Any],
     router: routers.Router | routers.RouterFunction | None,
     mask: jax.Array | None,
+    topk_ids: Any = None,
 ) -> routers.Routing:
-    """Returns the decision of `router` for the tokens of one rank."""
+    """Returns the decision of `router` for the tokens of one rank.
+
+    With `topk_ids`, the router is not the user's function.
+    """
     top_k, device = ep.config.top_k, ep.mesh.local_devices[0]
     if mask is not None:
         # NaN in padding times a zero cotangent would be NaN in the kernel's gradient.
@@ -38,7 +42,8 @@ def routed(
         logits = logits + own
     bias = params.get("router_bias")
     if router is None or isinstance(router, routers.Router):
-        return routers.route(logits, top_k, router, bias=bias, mask=mask)
+        given = {"bias": bias, "mask": mask, "topk_ids": topk_ids}
+        return routers.route(logits, top_k, router, **given)
     values = tokens, top_k, mask, bias
     given: dict[str, Any] = dict(zip(moe_checks.ROUTER_KEYWORDS, values, strict=True))
     taken = moe_checks.keywords(router, [*given])

@@ -30,7 +30,7 @@ from jax_ep._layers.layer import Arguments, Layer
 from jax_ep._layers.moe import MoEAux
 from jax_ep.experts import Activation, QuantizedWeights
 from jax_ep.placement import Placement
-from jax_ep.router import Router, RouterFunction
+from jax_ep.router import Router, RouterFunction, Routing
 
 if TYPE_CHECKING:
     from jax_ep.flax import linen as linen
@@ -68,7 +68,8 @@ class MoE(nnx.Module):
     a checkpoint loads on a mesh of any ep_size.
 
     Attributes:
-        router, gate_up, down: `nnx.Param` `[H, E]`, `[E, H, 2, F]`, `[E, F, H]`. With
+        router: `nnx.Param` `[H, E]`, or None.
+        gate_up, down: `nnx.Param` `[E, H, 2, F]`, `[E, F, H]`. With
             a `weights_format`, gate_up and down are `Codes`, shaped as in a
             `jax_ep.experts.QuantizedWeights`.
         gate_up_scales, down_scales: `Codes` with the scales of a `weights_format`, or
@@ -99,7 +100,7 @@ class MoE(nnx.Module):
         capacity_factor: float | None = None,
         dispatch_format: Format = "bf16",
         config_options: Mapping[str, Any] | None = None,
-        router: Router | RouterFunction | None = None,
+        router: Router | RouterFunction | Literal[False] | None = None,
         router_bias: bool | RouterBiases = False,
         shared_intermediate_size: int | None = None,
         tp_axis_name: str | None = None,
@@ -112,6 +113,10 @@ class MoE(nnx.Module):
         num_slots: int | None = None,
         weights_format: WeightFormat | None = None,
         gated_shared_expert: bool = False,
+        gated_linear_unit: bool = True,
+        shared_activation: Activation | None = None,
+        apply_router_weight_on_input: bool = False,
+        num_identity_experts: int = 0,
         ep: EPHandle | None = None,
     ) -> None:
         """Creates the parameters, and a handle unless one is given.
@@ -131,7 +136,8 @@ class MoE(nnx.Module):
             dispatch_format: as in `jax_ep.EPConfig`.
             config_options: other fields of `jax_ep.EPConfig`, by name.
             router: the kind of router, or a hashable function of your own as in
-                `jax_ep.moe_ffn`; None means softmax top-k.
+                `jax_ep.moe_ffn`; None means softmax top-k. With False the layer has no
+                router, and each call needs `routing`.
             router_bias: True for a bias that only chooses experts and has no gradient,
                 as in DeepSeek-V3 (`jax_ep.router.route`); "logits" for one that is
                 trained and added to the logits, as in gpt-oss; "both" for the two. They
@@ -151,7 +157,8 @@ class MoE(nnx.Module):
                 `jax_ep.experts.fp8` each call quantises the weights, unless you pass it
                 `quantized`.
             activation: a hashable function of (gate, up) for all experts, the shared
-                one included; None means `silu(gate) * up`.
+                one included; None means `silu(gate) * up`. Without
+                `gated_linear_unit` it is a function of up, which has no default.
             expert_bias: whether the routed experts have the biases "gate_bias",
                 "up_bias" and "down_bias", which start at zero.
             num_slots: number of places for experts, a multiple of the EP group's size
@@ -164,6 +171,12 @@ class MoE(nnx.Module):
             gated_shared_expert: whether the shared expert's result is multiplied by a
                 sigmoid of the token, of its product with "shared_expert_gate", as in
                 Qwen2-MoE.
+            gated_linear_unit: whether experts have a gate. False, as in Nemotron-H,
+                makes gate_up `[E, H, 1, F]` and shared_gate_up `[H, 1, S]`.
+            shared_activation: that of the shared expert; None means `activation`.
+            apply_router_weight_on_input: as in `jax_ep.moe_ffn`, for Llama 4.
+            num_identity_experts: Z, as in `jax_ep.moe_ffn`, for LongCat-Flash. The
+                router and its biases have E + Z columns.
             ep: your own handle; None means one that layers of equal sizes share.
 
         Raises:
@@ -194,6 +207,10 @@ class MoE(nnx.Module):
             expert_bias=expert_bias,
             weights_format=weights_format,
             gated_shared_expert=gated_shared_expert,
+            gated_linear_unit=gated_linear_unit,
+            shared_activation=shared_activation,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            num_identity_experts=num_identity_experts,
         )
         self._layer = Layer.made("flax.MoE", arguments)
         if not isinstance(rngs, nnx.Rngs):
@@ -212,7 +229,7 @@ class MoE(nnx.Module):
         def optional(name: str) -> nnx.Param[jax.Array] | None:
             return param(name) if name in params else None
 
-        self.router: nnx.Param[jax.Array] = param("router")
+        self.router: nnx.Param[jax.Array] | None = optional("router")
         self.gate_up_scales: Codes | None = None
         self.down_scales: Codes | None = None
         if weights_format is None:
@@ -233,7 +250,9 @@ class MoE(nnx.Module):
         )
         self.router_bias: RouterBias | None = (
             RouterBias(
-                jnp.zeros(num_experts, jnp.float32), out_sharding=(None,), mesh=mesh
+                jnp.zeros(self._layer.num_choices, jnp.float32),
+                out_sharding=(None,),
+                mesh=mesh,
             )
             if self._layer.corrects_choice
             else None
@@ -324,6 +343,9 @@ class MoE(nnx.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -336,6 +358,9 @@ class MoE(nnx.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -348,6 +373,9 @@ class MoE(nnx.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -359,6 +387,9 @@ class MoE(nnx.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -369,6 +400,13 @@ class MoE(nnx.Module):
         Args:
             x: `[..., hidden_size]`, a global array.
             mask: bool `[...]`, False for padding tokens.
+            residual: `[..., hidden_size]`, added to the result as in `jax_ep.moe_ffn`.
+            routing: the decision of your own router for these tokens, in place of the
+                layer's: `[..., K]` and `[..., E]`, for example what
+                `jax_ep.router.route` returns for logits `[..., E]`. Its loss, if any,
+                is that of the whole batch.
+            topk_ids: int32 `[..., K]`, the experts of each token if they were chosen
+                elsewhere; the layer's router makes their weights.
             input_scale: float32 `[]` or `[1]`, the global scale of dispatch_format
                 "nvfp4", as in `jax_ep.dispatch`; None means 1.
             placement: which of the E experts each of the num_slots places holds
@@ -394,8 +432,18 @@ class MoE(nnx.Module):
             names.append("router_bias")
         # get_value(), because [...] fails in Flax if a value is a ShapeDtypeStruct.
         params = {name: getattr(self, name).get_value() for name in names}
-        options = mask, input_scale, placement, quantized
-        y, aux = self._layer.apply(self.ep, params, x, *options)
+        y, aux = self._layer.apply(
+            self.ep,
+            params,
+            x,
+            mask=mask,
+            residual=residual,
+            routing=routing,
+            topk_ids=topk_ids,
+            input_scale=input_scale,
+            placement=placement,
+            quantized=quantized,
+        )
         return (y, aux) if return_aux else y
 
 

@@ -23,7 +23,7 @@ from jax_ep._layers.codes import FIELDS
 from jax_ep._layers.moe import MoEAux
 from jax_ep.experts import Activation, QuantizedWeights
 from jax_ep.placement import Placement
-from jax_ep.router import Router, RouterFunction
+from jax_ep.router import Router, RouterFunction, Routing
 
 __all__ = ["MoE"]
 
@@ -68,7 +68,7 @@ class MoE(nn.Module):
     capacity_factor: float | None = None
     dispatch_format: Format = "bf16"
     config_options: Mapping[str, Any] | None = None
-    router: Router | RouterFunction | None = None
+    router: Router | RouterFunction | Literal[False] | None = None
     router_bias: bool | RouterBiases = False
     shared_intermediate_size: int | None = None
     tp_axis_name: str | None = None
@@ -81,6 +81,10 @@ class MoE(nn.Module):
     num_slots: int | None = None
     weights_format: WeightFormat | None = None
     gated_shared_expert: bool = False
+    gated_linear_unit: bool = True
+    shared_activation: Activation | None = None
+    apply_router_weight_on_input: bool = False
+    num_identity_experts: int = 0
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -164,6 +168,9 @@ class MoE(nn.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -176,6 +183,9 @@ class MoE(nn.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -188,6 +198,9 @@ class MoE(nn.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -200,6 +213,9 @@ class MoE(nn.Module):
         x: ArrayLike,
         *,
         mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        routing: Routing | None = None,
+        topk_ids: ArrayLike | None = None,
         input_scale: ArrayLike | None = None,
         placement: Placement | None = None,
         quantized: QuantizedWeights | None = None,
@@ -226,12 +242,22 @@ class MoE(nn.Module):
             params[name] = self.param(_PARAM_NAMES.get(name, name), make, dtype)
         if layer.corrects_choice:
             bias = self.variable(
-                "router_state", "bias", jnp.zeros, (self.num_experts,), jnp.float32
+                "router_state", "bias", jnp.zeros, (layer.num_choices,), jnp.float32
             )
             params["router_bias"] = bias.value
         ep = layer.handle(self.ep)
-        options = mask, input_scale, placement, quantized
-        y, aux = layer.apply(ep, params, x, *options)
+        y, aux = layer.apply(
+            ep,
+            params,
+            x,
+            mask=mask,
+            residual=residual,
+            routing=routing,
+            topk_ids=topk_ids,
+            input_scale=input_scale,
+            placement=placement,
+            quantized=quantized,
+        )
         if not self.is_initializing():
             self.sow("losses", "balance_loss", aux.balance_loss)
             self.sow("losses", "z_loss", aux.z_loss)

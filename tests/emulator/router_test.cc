@@ -79,7 +79,8 @@ std::vector<float> Scores(const RouterStep& step, const float* logits) {
   }
   if (step.score == RouterScore::kSqrtSoftplus) {
     for (float& score : scores) {
-      const float softplus = Add(score > 0 ? score : 0 * score, std::log1p(std::exp(-std::fabs(score))));
+      const float softplus =
+          Add(score > 0 ? score : 0 * score, std::log1p(std::exp(-std::fabs(score))));
       score = score <= kLeastSoftplus ? std::exp(Multiply(score, 0.5f)) : std::sqrt(softplus);
     }
     return scores;
@@ -169,8 +170,9 @@ void CheckToken(const RouterStep& step, int64_t token) {
 void Run(Random& random) {
   RouterStep step = DrawStep(random);
   std::string text = "router";
-  for (const int64_t size : {step.tokens, step.experts, step.top_k, step.num_groups,
-                             step.top_groups, step.best_of_group, static_cast<int64_t>(step.score)}) {
+  for (const int64_t size :
+       {step.tokens, step.experts, step.top_k, step.num_groups, step.top_groups, step.best_of_group,
+        static_cast<int64_t>(step.score)}) {
     text += ' ' + std::to_string(size);
   }
   CurrentCase() = text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);

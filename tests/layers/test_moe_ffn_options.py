@@ -123,11 +123,11 @@ def test_wrong_options(options, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"logits": np.ones((2, 4, 16))}, "logits must be [n, E]"),
+        ({"logits": np.ones(())}, "logits must be [..., E]"),
         ({"top_k": 17}, "top_k must be an int from 1 to num_experts, 16"),
         ({"bias": np.ones(3)}, "bias must be [E] with E = 16"),
         ({"bias": np.ones((1, 16))}, "bias must be [E] with E = 16"),
-        ({"mask": np.ones(3, bool)}, "mask must be [n] with n = 4"),
+        ({"mask": np.ones(3, bool)}, "mask must be [...] with ... = (4,)"),
         ({"mask": np.ones(4)}, "mask must be bool"),
     ],
 )

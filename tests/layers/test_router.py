@@ -271,7 +271,9 @@ def test_ids_that_were_chosen_elsewhere(score, normalize):
     both = jax.value_and_grad(weigh, has_aux=True)
     (_, want), slopes = both(logits, None)
     (_, found), own = both(logits, want.ids)
-    for ours, theirs in zip(*map(jax.tree.leaves, ((found, own), (want, slopes))), strict=True):
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, ((found, own), (want, slopes))), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
