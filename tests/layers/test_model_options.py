@@ -41,7 +41,7 @@ class Case:
 
     options: dict[str, Any]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
-    router: Router = Router()
+    router: Router = dataclasses.field(default_factory=Router)
     top_k: int = moe_dense.TOP_K
     ids: bool = False
 
@@ -376,7 +376,12 @@ def ranks(**changes):
     ("case", "config_changes", "options", "words"),
     [
         ("no gate", {}, {"activation": None}, "experts without a gate have no default"),
-        ("no gate", {}, {"activation": clamped}, "activation must be a function of (up"),
+        (
+            "no gate",
+            {},
+            {"activation": clamped},
+            "activation must be a function of (up",
+        ),
         (
             "no gate",
             {},
