@@ -1,3 +1,18 @@
+# Sets `result` to whether this machine has an NVIDIA driver, or this Python JAX for CUDA. Device code
+# takes several times as long to compile as all the rest.
+function(jax_ep_wants_cuda result)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c
+            "import glob, sys, sysconfig; print(any(glob.glob(p + '/jax_cuda*_plugin') for p in [sysconfig.get_path('purelib'), *sys.path]))"
+    OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE has_jax)
+  set(${result} OFF PARENT_SCOPE)
+  # The second one is the driver's in WSL.
+  if(has_jax STREQUAL "True" OR EXISTS /proc/driver/nvidia/version
+     OR EXISTS /usr/lib/wsl/lib/libcuda.so.1)
+    set(${result} ON PARENT_SCOPE)
+  endif()
+endfunction()
+
 # Sets `result` to nvcc's path, from CUDA_HOME, PATH or PyPI's nvidia-cuda-nvcc, or to "". In an
 # isolated build, purelib leads to the packages of the environment that requested the build.
 function(jax_ep_find_cuda_compiler result)
