@@ -19,6 +19,7 @@ _ANSWERS = (
     "takes_pair",
     "takes_ungated",
     "splits_by_group",
+    "casts_weights",
     "quantizes",
 )
 
@@ -47,6 +48,8 @@ class Experts:
         takes_ungated: whether gate_up may be up alone, `[L, H, 1, F]`.
         splits_by_group: whether rows are the same if they are called for some groups
             at a time.
+        casts_weights: whether weights may have any floating dtype, whose precision
+            their gradients then have.
         quantizes: the format of codes that they make of weights in each call, so that
             a layer can make them before it gathers or copies weights; None if they
             multiply the weights as they are.
@@ -57,6 +60,7 @@ class Experts:
     takes_pair: bool = False
     takes_ungated: bool = True
     splits_by_group: bool = False
+    casts_weights: bool = False
     quantizes: WeightFormat | None = None
 
     @property

@@ -46,6 +46,7 @@ class Fp8(Experts):
     takes_pair = True
     takes_ungated = False
     splits_by_group = True
+    casts_weights = True
     quantizes: WeightFormat | None = "fp8_block128"
     name = "fp8"
 

@@ -126,6 +126,7 @@ class OfRows(Experts):
     kinds: str = "bfloat16, float16 or float32"
     takes_pair = True
     splits_by_group = True
+    casts_weights = True
 
     @calls.explained(lambda self: f"experts.{self.name}", _OF_ROWS)
     def __call__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax_ep._layers import columns, expert_rows, moe_checks
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops import parts
 
 
 @pytrees.register()
@@ -83,6 +84,7 @@ def moe_ffn(
     apply_router_weight_on_input: bool = False,
     num_identity_experts: int = 0,
     placement: placements.Placement | None = None,
+    chunks: int = 1,
 ) -> tuple[jax.Array, MoEAux]:
     """Applies router, dispatch, SwiGLU experts, combine and an optional shared expert.
 
@@ -172,6 +174,11 @@ def moe_ffn(
             `routing`, the losses and `MoEAux.load` then refer to the placement's E
             experts; the weights of routed experts and `MoEAux.expert_counts` refer to
             this rank's places.
+        chunks: n may be up to this many times T, the config's `max_tokens_per_rank`.
+            Beyond T, tokens go through dispatch, experts and combine in parts of T, one
+            after the other, so that N, windows and experts' rows are those of T tokens
+            (docs/layers.md, layers in chunks). The router and the losses are over all
+            tokens. The backward pass dispatches and computes each part again.
 
     Returns:
         `[n, H]` in the config's dtype, and a `MoEAux`.
@@ -186,6 +193,7 @@ def moe_ffn(
     moe_checks.check_choices(ep, router, routing, mask, topk_ids, batch_axes, experts)
     moe_checks.require_sent_weights("moe_ffn", ep.config, apply_router_weight_on_input)
     moe_checks.require_count("moe_ffn", "num_identity_experts", num_identity_experts)
+    moe_checks.require_chunks("moe_ffn", chunks)
     count = moe_checks.checked_placement(ep, placement)
     params = moe_checks.checked_params(
         ep,
@@ -196,6 +204,7 @@ def moe_ffn(
         routing,
         tp_axis,
         count + num_identity_experts,
+        chunks,
     )
     run = expert_rows.implementation(experts, "experts" in params)
     moe_checks.require_gate(run, params)
@@ -215,7 +224,6 @@ def moe_ffn(
         mask = moe_checks.checked_mask("moe_ffn", mask, tokens.shape[:1])
     if residual is not None:
         residual = jnp.asarray(residual)
-    config = ep.config
     if routing is None:
         with jax.named_scope("jax_ep.router"):
             routing = choosing.routed(ep, tokens, params, router, mask, topk_ids)
@@ -228,54 +236,150 @@ def moe_ffn(
         ids, residual = _of_identity(ids, weights, x, residual, count, last)
     if apply_router_weight_on_input:
         x, weights = _weighed(ids, weights, x), jnp.ones_like(weights)
-    beside = None if tp_axis else residual
-    fused = config.fused_shared_expert
     if placement is not None:
         ids = placement.assign(ids, jax.lax.axis_index(ep.axis_names))
-    operands: Any = (x, ids, weights)
-    given = tokens, params, shared_activation or activation
-    if tp_axis:
-        # Their gradients differ along the axis. With the cast here, they are summed for
-        # n tokens; with a cast at the experts' weights, they would be for N rows.
-        order, least = ep.mesh.axis_names, frozenset((tp_axis,))
-        operands = vary_alike(order, least, *operands)
-    x, ids, weights = operands
-    sent = (ep, x, ids, weights)
-    case = interface.Case(ep.mesh.local_devices[0], config.dtype)
-    reads_tail = run.reads_tail(case)
-    zero_tail = config.zero_tail and reads_tail
-    if "shared_down" in params and not fused:
-        d, shared = _dispatch_beside(*sent, input_scale, given, zero_tail)
-        beside = shared if beside is None else shared + beside
-    else:
-        d = dispatching.dispatch_routed(*sent, input_scale, None, zero_tail=zero_tail)
-    with jax.named_scope("jax_ep.experts"):
-        rows = expert_rows.apply(ep, d, params, x.shape[0], tp_axis, run, activation)
-    scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
-    if tp_axis and scattered:
-        rows = columns.scatter(rows, tp_axis)
-        if beside is not None:
-            beside = columns.scatter(jnp.asarray(beside), tp_axis)
-    y = combining.combine_routed(
-        ep, rows, d.route, d.router_weights, beside, zero_tail=reads_tail
+    own = tokens if x is not tokens and "shared_down" in params else None
+    part = _Part(ep, run, tp_axis, activation, shared_activation or activation)
+    per_token = _PerToken(x, ids, weights, residual, own)
+    y, (expert_counts, dropped, invalid) = _in_parts(
+        part, params, input_scale, per_token
     )
-    stats = (d.expert_counts, d.num_dropped, d.num_invalid)
-    if tp_axis:
-        # Unless scattered, sums after combine: n rows are sent, not the experts' N.
-        y = columns.gather(y, tp_axis) if scattered else jax.lax.psum(y, tp_axis)
-        y = y if residual is None else y + residual
-        stats = _equal_along(tp_axis, stats)
-    counts, dropped, invalid = stats
     aux = MoEAux(
         losses.balance_loss,
         losses.z_loss,
         losses.load,
-        counts[1:] if fused else counts,
+        expert_counts,
         dropped,
         invalid,
         _place(ep, dropped, [name for name in axes if name != tp_axis]),
     )
     return y, aux
+
+
+class _PerToken(NamedTuple):
+    """What dispatch, experts and combine take for each token.
+
+    Attributes:
+        x: `[n, H]`, what is sent.
+        ids: int32 `[n, K]`.
+        weights: float32 `[n, K]`.
+        residual: `[n, H]`, or None.
+        own: `[n, H]`, the input of a shared expert, or None if it is x.
+    """
+
+    x: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+    residual: jax.Array | None
+    own: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Dispatch, experts and combine of a layer, for some of its tokens.
+
+    Attributes:
+        ep: the handle.
+        run: the experts.
+        tp_axis: as in `moe_ffn`.
+        activation: of the routed experts.
+        of_shared: the activation of a shared expert that is not fused.
+    """
+
+    ep: EPHandle
+    run: interface.Experts
+    tp_axis: str | None
+    activation: _experts.Activation | None
+    of_shared: _experts.Activation | None
+
+    def __call__(
+        self, params: Mapping[str, Any], frozen: Any, given: _PerToken
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Returns `[n, H]`; and the counts of experts, dropped rows and bad ids.
+
+        `frozen` are codes of weights, or None, and the input scale.
+        """
+        ep, run, tp_axis, config = self.ep, self.run, self.tp_axis, self.ep.config
+        codes, input_scale = frozen
+        params = params if codes is None else {**params, "experts": codes}
+        residual, fused = given.residual, config.fused_shared_expert
+        beside = None if tp_axis else residual
+        operands: Any = (given.x, given.ids, given.weights)
+        if tp_axis:
+            # Their gradients differ along the axis. With the cast here, they are summed
+            # for n tokens; with a cast at the experts' weights, for N rows.
+            order, least = ep.mesh.axis_names, frozenset((tp_axis,))
+            operands = vary_alike(order, least, *operands)
+        x, ids, weights = operands
+        sent = (ep, x, ids, weights)
+        case = interface.Case(ep.mesh.local_devices[0], config.dtype)
+        reads_tail = run.reads_tail(case)
+        zero_tail = config.zero_tail and reads_tail
+        if "shared_down" in params and not fused:
+            own = given.x if given.own is None else given.own
+            of_shared = own, params, self.of_shared
+            d, shared = _dispatch_beside(*sent, input_scale, of_shared, zero_tail)
+            beside = shared if beside is None else shared + beside
+        else:
+            d = dispatching.dispatch_routed(
+                *sent, input_scale, None, zero_tail=zero_tail
+            )
+        with jax.named_scope("jax_ep.experts"):
+            rows = expert_rows.apply(
+                ep, d, params, given.x.shape[0], tp_axis, run, self.activation
+            )
+        scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
+        if tp_axis and scattered:
+            rows = columns.scatter(rows, tp_axis)
+            if beside is not None:
+                beside = columns.scatter(jnp.asarray(beside), tp_axis)
+        y = combining.combine_routed(
+            ep, rows, d.route, d.router_weights, beside, zero_tail=reads_tail
+        )
+        counts = (d.expert_counts, d.num_dropped, d.num_invalid)
+        if tp_axis:
+            # Unless scattered, sums after combine: n rows are sent, not the experts' N.
+            y = columns.gather(y, tp_axis) if scattered else jax.lax.psum(y, tp_axis)
+            y = y if residual is None else y + residual
+            counts = _equal_along(tp_axis, counts)
+        return y, (counts[0][1:] if fused else counts[0], *counts[1:])
+
+
+def _in_parts(
+    part: _Part, params: Mapping[str, Any], input_scale: Any, given: _PerToken
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns what `part` does of all tokens, in parts if they are more than T."""
+    ep, run, (n, _) = part.ep, part.run, given.x.shape
+    most = ep.config.max_tokens_per_rank
+    trained = {name: value for name, value in params.items() if name != "experts"}
+    codes = params.get("experts")
+    if n <= most:
+        return part(trained, (codes, input_scale), given)
+    if codes is None and run.quantizes:
+        # Once, not for each part.
+        weights = params["gate_up"], params["down"]
+        fixed = jax.lax.stop_gradient(weights)
+        codes = _experts.quantize_weights(*fixed, run.quantizes, backward=True)
+    count = -(-n // most)
+    missing = count * most - n
+    if missing:
+        # Ids of -1 go to no expert.
+        empty = (0, -1, 0, 0, 0)
+        padded: Any = (
+            None
+            if array is None
+            else jnp.pad(array, ((0, missing), (0, 0)), constant_values=value)
+            for array, value in zip(given, empty, strict=True)
+        )
+        given = _PerToken(*padded)
+    operands = parts.Given(trained, (codes, input_scale))
+    wide = _WEIGHTS if run.casts_weights else ()
+    y, counts = parts.in_parts("moe_ffn", ep, part, operands, given, count, wide)
+    return y[:n], counts
+
+
+# Weights that experts of the package take in any dtype.
+_WEIGHTS = ("gate_up", "down", "gate_bias", "up_bias", "down_bias")
 
 
 def _of_identity(

@@ -156,6 +156,17 @@ def require_count(function: str, name: str, value: Any) -> None:
     )
 
 
+def require_chunks(function: str, value: Any) -> None:
+    """Raises unless `value` is a positive int."""
+    errors.require(
+        type(value) is int and value >= 1,
+        function,
+        "chunks must be an int of at least 1",
+        errors.brief(value),
+        "the default is 1",
+    )
+
+
 def require_mode(function: str, config: EPConfig) -> None:
     """Raises unless `config` lets combine return the layer's result."""
     if config.reduce != "rank":
@@ -458,6 +469,7 @@ def checked_params(
     routing: routers.Routing | None,
     tp_axis: str | None,
     experts: int,
+    chunks: int,
 ) -> Mapping[str, Any]:
     """Returns `params` with checked shapes, and "gate" and "up" as the pair "gate_up".
 
@@ -512,12 +524,16 @@ def checked_params(
         remedy="leave it out if experts are not split",
     )
     require_mode("moe_ffn", ep.config)
-    most = ep.config.max_tokens_per_rank
+    most, times = ep.config.max_tokens_per_rank, ""
+    if chunks > 1:
+        most, times = most * chunks, f"chunks * max_tokens_per_rank = {chunks} * {most}"
     _require(
         tokens.ndim != 2 or tokens.shape[0] <= most,
-        rule=f"tokens must be at most max_tokens_per_rank = {most} per rank",
+        rule=f"tokens must be at most {times or f'max_tokens_per_rank = {most}'} per "
+        "rank",
         value=tokens.shape[0],
-        remedy="init ep with a larger max_tokens_per_rank, or pass fewer tokens",
+        remedy="pass fewer tokens, or more chunks, or init ep with a larger "
+        "max_tokens_per_rank",
     )
     given = {name: value for name, value in params.items() if name != "experts"}
     given |= {"tokens": tokens, "residual": residual, "topk_ids": topk_ids}

@@ -374,6 +374,19 @@ def passed_mapped(ep: EPHandle, last: Token) -> None:
         _passed(ep, last, of_ranks=False)
 
 
+@contextlib.contextmanager
+def apart(ep: EPHandle) -> Iterator[None]:
+    """Surrounds the tracing of a program that is called elsewhere, in its own order."""
+    links = _links(ep)
+    saved = [(link, link.inner) for link in links]
+    try:
+        yield
+    finally:
+        links[:] = [link for link, _ in saved]
+        for link, inner in saved:
+            link.inner = inner
+
+
 def _last(ep: EPHandle, otherwise: Token) -> Token:
     """Returns the last token of this trace."""
     link = _link_of(ep, traces.current_trace())
