@@ -319,6 +319,7 @@ def apply_experts(
     return_dropped: Literal[False] = False,
     return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> jax.Array: ...
 @overload
@@ -340,6 +341,7 @@ def apply_experts(
     return_dropped: Literal[True],
     return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -361,6 +363,7 @@ def apply_experts(
     return_dropped: Literal[False] = False,
     return_invalid: Literal[True],
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -382,6 +385,7 @@ def apply_experts(
     return_dropped: Literal[True],
     return_invalid: Literal[True],
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -403,6 +407,7 @@ def apply_experts(
     return_dropped: bool = False,
     return_invalid: bool = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> jax.Array | tuple[jax.Array, ...]: ...
 @calls.explained("sharded.apply_experts")
@@ -424,6 +429,7 @@ def apply_experts(
     return_dropped: bool = False,
     return_invalid: bool = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Runs `jax_ep.apply_experts` on global arrays, with the experts' parameters.
@@ -470,6 +476,7 @@ def apply_experts(
         return_dropped: whether to return the numbers of dropped rows as well.
         return_invalid: whether to return the numbers of bad ids as well, last.
         input_scale: global scale of dispatch_format "nvfp4".
+        chunks: as in `jax_ep.apply_experts`.
         **config: further fields of `jax_ep.EPConfig`, as in `jax_ep.apply_experts`.
 
     Returns:
@@ -497,6 +504,7 @@ def apply_experts(
         scatter_axis=scatter_axis,
         transport=transport,
         input_scale=input_scale,
+        chunks=chunks,
         config=config,
     )
     return results.asked(return_dropped, return_invalid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -18,9 +19,10 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.literals import Transport
 from jax_ep._core.operands import Operand
 from jax_ep._core.varying import vary_alike, varying
-from jax_ep._layers import columns
+from jax_ep._layers import columns, moe_checks
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
+from jax_ep._ops import parts
 from jax_ep._ops.dequantize import dequantize
 from jax_ep._ops.expert_of_row import expert_of_row
 from jax_ep._setup.shared import shared_handle
@@ -36,6 +38,7 @@ ARGUMENTS = (
     "return_dropped",
     "return_invalid",
     "input_scale",
+    "chunks",
 )
 
 # What `fn` gets.
@@ -79,6 +82,7 @@ def apply_experts(
     return_dropped: Literal[False] = False,
     return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> jax.Array: ...
 @overload
@@ -96,6 +100,7 @@ def apply_experts(
     return_dropped: Literal[True],
     return_invalid: Literal[False] = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -113,6 +118,7 @@ def apply_experts(
     return_dropped: Literal[False] = False,
     return_invalid: Literal[True],
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -130,6 +136,7 @@ def apply_experts(
     return_dropped: Literal[True],
     return_invalid: Literal[True],
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -147,6 +154,7 @@ def apply_experts(
     return_dropped: bool = False,
     return_invalid: bool = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> jax.Array | tuple[jax.Array, ...]: ...
 @calls.explained("apply_experts")
@@ -164,6 +172,7 @@ def apply_experts(
     return_dropped: bool = False,
     return_invalid: bool = False,
     input_scale: ArrayLike | None = None,
+    chunks: int = 1,
     **config: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Sends tokens to their experts, applies `fn` there, and sums the rows on return.
@@ -202,6 +211,9 @@ def apply_experts(
         return_dropped: whether to return the number of dropped rows as well.
         return_invalid: whether to return the number of bad ids as well, last.
         input_scale: global scale of dispatch_format "nvfp4", as in `jax_ep.dispatch`.
+        chunks: the tokens of a rank are sent in up to this many parts of ceil(n /
+            chunks), one after the other, and the handle has room for the rows of a
+            part. The backward pass sends each part, and calls `fn`, again.
         **config: further fields of `jax_ep.EPConfig`, such as `capacity_factor` and
             `dispatch_format`. With `fused_shared_expert` group 0 is the shared expert.
             With `reduce="source"` each row goes back separately.
@@ -229,7 +241,8 @@ def apply_experts(
         "pass one that returns a row for each row",
     )
     require_fn(function, fn, ROWS)
-    given = flattened(function, tokens, topk_ids, router_weights)
+    moe_checks.require_chunks(function, chunks)
+    given = flattened(function, tokens, topk_ids, router_weights, chunks)
     names = _axes(function, axis_name)
     mesh = _resolved_mesh(function, mesh)
     fields = config_of(function, given.config | {"num_experts": num_experts}, config)
@@ -266,12 +279,16 @@ class Results(NamedTuple):
 def applied(
     function: str,
     ep: EPHandle,
-    fn: RowsFunction,
+    fn: Callable[..., Any],
     given: Flattened,
     scatter_axis: str | None,
     input_scale: ArrayLike | None,
+    params: tuple[Any, ...] = (),
 ) -> Results:
-    """Runs a call of `apply_experts` on one rank."""
+    """Runs a call of `apply_experts` on one rank.
+
+    `params`, if there are any, are the first argument of `fn`.
+    """
     inputs = (given.tokens, given.topk_ids, given.router_weights)
     if scatter_axis is not None:
         # Marked as varying along the axis before the dispatch, so that gradients are
@@ -279,6 +296,41 @@ def applied(
         axes = frozenset((scatter_axis,))
         inputs = vary_alike(ep.mesh.axis_names, axes, *inputs)
     tokens, topk_ids, weights = inputs
+
+    def part(params: tuple[Any, ...], input_scale: Any, one: Any) -> Any:
+        own = functools.partial(fn, *params) if params else fn
+        tokens, ids, weights = one
+        how = scatter_axis, input_scale
+        return _part(function, ep, own, tokens, ids, weights, *how)
+
+    n, most = tokens.shape[0], ep.config.max_tokens_per_rank
+    if n <= most:
+        y, counts = part(params, input_scale, (tokens, topk_ids, weights))
+    else:
+        count = -(-n // most)
+        missing = count * most - n
+        padded = (
+            jnp.pad(array, ((0, missing), (0, 0)), constant_values=value)
+            for array, value in ((tokens, 0), (topk_ids, -1), (weights, 0))
+        )
+        operands = parts.Given(params, input_scale)
+        one = tuple(padded) if missing else (tokens, topk_ids, weights)
+        y, counts = parts.in_parts(function, ep, part, operands, one, count)
+        y = y[:n]
+    return Results(y.reshape(*given.leading, y.shape[1]), *counts)
+
+
+def _part(
+    function: str,
+    ep: EPHandle,
+    fn: Callable[..., Any],
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    weights: jax.Array,
+    scatter_axis: str | None,
+    input_scale: Any,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the sums of some tokens, and the numbers of dropped rows and bad ids."""
     at_source = ep.config.reduce == "source"
     sent = None if at_source else weights
     with errors.told_of(function, part=False):
@@ -296,7 +348,7 @@ def applied(
     if scatter_axis in varying(counts[0]):
         # They are equal along the axis; pmax proves that to check_vma.
         counts = jax.lax.pmax(jax.lax.stop_gradient(counts), scatter_axis)
-    return Results(y.reshape(*given.leading, y.shape[1]), *counts)
+    return y, counts
 
 
 def require_fn(function: str, fn: Any, operands: Sequence[str]) -> None:
@@ -356,7 +408,7 @@ _OPERANDS = (
 
 
 def flattened(
-    function: str, tokens: Any, topk_ids: Any, router_weights: Any
+    function: str, tokens: Any, topk_ids: Any, router_weights: Any, chunks: int
 ) -> Flattened:
     """Returns the checked operands of a call, flattened."""
     given = {
@@ -383,7 +435,7 @@ def flattened(
         weights.reshape(n, top_k).astype(jnp.float32),
         leading,
         {
-            "max_tokens_per_rank": max(n, 1),
+            "max_tokens_per_rank": max(-(-n // chunks), 1),
             "top_k": top_k,
             "hidden_size": tokens.shape[-1],
             "dtype": tokens.dtype.name,

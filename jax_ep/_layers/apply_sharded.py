@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_ep._core import context, errors, traces
 from jax_ep._core.arrays import as_array, as_ids
 from jax_ep._core.varying import all_gather, varying
-from jax_ep._layers import apply
+from jax_ep._layers import apply, moe_checks
 from jax_ep._layers.params import entry_axes, spec_axes
 from jax_ep._ops import mapped
 from jax_ep._setup.shared import shared_handle
@@ -35,6 +35,7 @@ def run(
     scatter_axis: str | None,
     transport: Any,
     input_scale: Any,
+    chunks: int,
     config: Mapping[str, Any],
 ) -> apply.Results:
     """Runs a call of `jax_ep.sharded.apply_experts`, on global arrays.
@@ -60,14 +61,16 @@ def run(
         name: (as_ids if name == "topk_ids" else as_array)(FUNCTION, name, value)
         for name, value in arrays.items()
     }
-    given = apply.flattened(FUNCTION, *arrays.values())
+    moe_checks.require_chunks(FUNCTION, chunks)
+    given = apply.flattened(FUNCTION, *arrays.values(), chunks=1)
     model = {axis for each in jax.tree.leaves(specs) for axis in spec_axes(each)}
     model -= {*ep_axes, *fsdp}
     model |= set() if scatter_axis is None else {scatter_axis}
     spec = _leading_spec(spec, given.leading, mesh, ep_axes, scatter_axis, model)
     split = spec_axes(spec)
     n = math.prod(given.leading) // _size(mesh, split)
-    sizes = given.config | {"max_tokens_per_rank": n, "num_experts": num_experts}
+    most = -(-n // chunks)
+    sizes = given.config | {"max_tokens_per_rank": most, "num_experts": num_experts}
     fields = apply.config_of(FUNCTION, sizes, config)
     apply.require_scatter(FUNCTION, mesh, ep_axes, scatter_axis, fields)
     with errors.told_of(FUNCTION, part=False):
@@ -78,9 +81,14 @@ def run(
         own, tokens, topk_ids, router_weights, input_scale = operands
         own = jax.tree.map(partial(_gathered, fsdp), own, specs)
         with errors.told_of(FUNCTION, shapes):
-            here = apply.flattened("apply_experts", tokens, topk_ids, router_weights)
             results = apply.applied(
-                "apply_experts", ep, partial(fn, own), here, scatter_axis, input_scale
+                "apply_experts",
+                ep,
+                fn,
+                apply.flattened("apply_experts", tokens, topk_ids, router_weights, 1),
+                scatter_axis,
+                input_scale,
+                (own,),
             )
         _require_equal(results.y, mesh, split, scatter_axis)
         return results

@@ -85,6 +85,7 @@ class Arguments:
     shared_activation: Activation | None
     apply_router_weight_on_input: bool
     num_identity_experts: int
+    chunks: int
 
     @classmethod
     def of(cls, fields: Any) -> Arguments:
@@ -132,7 +133,7 @@ class Layer(Arguments):
     Attributes:
         function: the layer's name in error messages.
         config: sizes and options, with `config_options` merged in. Its `num_experts`
-            counts places.
+            counts places, and its `max_tokens_per_rank` the tokens of a chunk.
     """
 
     function: str
@@ -146,6 +147,10 @@ class Layer(Arguments):
         require_mesh(function, mesh)
         context.require_usable(function, mesh)
         own = {name: arguments[name] for name in CONFIG_FIELDS}
+        moe_checks.require_chunks(function, given.chunks)
+        tokens = given.max_tokens_per_rank
+        if type(tokens) is int:  # EPConfig refuses what is not
+            own["max_tokens_per_rank"] = -(-tokens // given.chunks)
         with errors.told_of(function, part=False):
             axes = init.axis_names(mesh, name)
         ranks = math.prod(mesh.shape[axis] for axis in axes)
@@ -749,6 +754,7 @@ class Layer(Arguments):
                 apply_router_weight_on_input=self.apply_router_weight_on_input,
                 num_identity_experts=self.num_identity_experts,
                 placement=placement,
+                chunks=self.chunks,
             )
         return y.reshape(shape), aux
 
@@ -766,7 +772,7 @@ class Layer(Arguments):
         )
         parts = math.prod(self.mesh.shape[axis] for axis in spec_axes(spec))
         n = -(-math.prod(x.shape[:-1]) // parts)
-        most = self.config.max_tokens_per_rank
+        most = self.max_tokens_per_rank
         if n > most:
             raise ValueError(
                 f"jax_ep.{self.function}: x must have at most max_tokens_per_rank = "

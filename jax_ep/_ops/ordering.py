@@ -341,6 +341,12 @@ def _passed(ep: EPHandle, done: Token, of_ranks: bool = True) -> None:
         links.append(_Link(weakref.ref(trace), weakref.ref(token), of_ranks, False))
 
 
+def passed(ep: EPHandle, done: Token) -> None:
+    """Stores the token of calls that were made in a program of their own."""
+    if done:
+        _passed(ep, done)
+
+
 def before_mapped(ep: EPHandle, parts: int) -> Token:
     """Returns the token for a `shard_map` of calls, from the trace around it.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +34,11 @@ class Given(NamedTuple):
     """What is the same for all parts.
 
     Attributes:
-        trained: arrays by name, or trees of them, which get gradients.
+        trained: a pytree of arrays, which get gradients.
         frozen: a pytree without gradients.
     """
 
-    trained: Mapping[str, Any]
+    trained: Any
     frozen: Any = None
 
 
@@ -60,18 +60,17 @@ def in_parts(
         given: its operands that are the same for all parts.
         tokens: a pytree of arrays `[count * T, ...]`.
         count: the number of parts.
-        wide: names in `given.trained` that `part` takes in float32 as well, with
-            gradients that are not rounded before they are added up.
+        wide: keys of `given.trained`, a mapping, of what `part` takes in float32 as
+            well, with gradients that are not rounded before they are added up.
     """
     stacked = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tokens)
     # With the cast here gradients are summed over ranks once, not for each part.
     axes = frozenset(ep.axis_names).union(*map(varying, jax.tree.leaves(stacked)))
     order = ep.mesh.axis_names
     given = jax.tree.map(lambda leaf: vary_alike(order, axes, leaf)[0], given)
-    dtypes = {
-        name: jax.tree.map(_wide_of if name in wide else _own_of, value)
-        for name, value in given.trained.items()
-    }
+    dtypes = jax.tree.map(_own_of, given.trained)
+    for name in set(wide) & set(given.trained if wide else ()):
+        dtypes[name] = jax.tree.map(_wide_of, given.trained[name])
     program, closed = _traced(ep, part, given, stacked, dtypes)
     (results, counts) = _loop(function)(ep, _Operands(given, closed, stacked), program)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results), counts
@@ -219,7 +218,7 @@ def _run_back(
 ) -> tuple[Any, Token]:
     """Returns the cotangents of `_Operands`: `trained`, `closed` and `stacked`."""
     (given, closed, stacked), cotangents = args
-    weights, others = _Parts.of((dict(given.trained), closed))
+    weights, others = _Parts.of((given.trained, closed))
     rows, indices = _Parts.of(stacked)
     after = _varied(ep, program, after)
 
@@ -233,12 +232,14 @@ def _run_back(
                 a.astype(like.dtype) for a, like in zip(consts, closed, strict=True)
             ]
             tokens = _Parts(one, index).joined()
-            results, *_ = program(trained, given.frozen, consts, tokens, after)
-            return results
+            results, _, done = program(trained, given.frozen, consts, tokens, after)
+            return results, done
 
         def call() -> Any:
             wide = jax.tree.map(lambda a: a.astype(_wide_of(a)), weights)
-            _, back = jax.vjp(forward, wide, one)
+            _, back, done = jax.vjp(forward, wide, one, has_aux=True)
+            # Its program was traced elsewhere, so this trace does not know its calls.
+            ordering.passed(ep, done)
             return back(cotangent)
 
         (to_weights, to_one), done = ordering.mapped(ep, after, call)

@@ -117,6 +117,7 @@ class MoE(nnx.Module):
         shared_activation: Activation | None = None,
         apply_router_weight_on_input: bool = False,
         num_identity_experts: int = 0,
+        chunks: int = 1,
         ep: EPHandle | None = None,
     ) -> None:
         """Creates the parameters, and a handle unless one is given.
@@ -177,6 +178,9 @@ class MoE(nnx.Module):
             apply_router_weight_on_input: as in `jax_ep.moe_ffn`, for Llama 4.
             num_identity_experts: Z, as in `jax_ep.moe_ffn`, for LongCat-Flash. The
                 router and its biases have E + Z columns.
+            chunks: as in `jax_ep.moe_ffn`: the tokens of a rank go through the experts
+                in up to this many parts, one after the other, with room for the rows of
+                a part. The handle is for ceil(max_tokens_per_rank / chunks) tokens.
             ep: your own handle; None means one that layers of equal sizes share.
 
         Raises:
@@ -211,6 +215,7 @@ class MoE(nnx.Module):
             shared_activation=shared_activation,
             apply_router_weight_on_input=apply_router_weight_on_input,
             num_identity_experts=num_identity_experts,
+            chunks=chunks,
         )
         self._layer = Layer.made("flax.MoE", arguments)
         if not isinstance(rngs, nnx.Rngs):

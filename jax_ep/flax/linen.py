@@ -85,6 +85,7 @@ class MoE(nn.Module):
     shared_activation: Activation | None = None
     apply_router_weight_on_input: bool = False
     num_identity_experts: int = 0
+    chunks: int = 1
     ep: EPHandle | None = None
 
     def __reduce__(self) -> NoReturn:

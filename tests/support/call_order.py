@@ -120,6 +120,72 @@ def afters(text: str) -> list[int | None]:
     return [call.after for call in calls(text)]
 
 
+class Loop(NamedTuple):
+    """A loop whose body makes calls, in a function of its own.
+
+    Attributes:
+        after: the index of the loop that it comes after, or None.
+        targets: the calls of its body.
+        chained: whether the first call of the body comes after the loop's token, each
+            other one after the one before, and the next iteration after the last one.
+    """
+
+    after: int | None
+    targets: list[str]
+    chained: bool
+
+
+_TOKEN = "tensor<1xi32>"
+
+
+def loops(text: str) -> list[Loop]:
+    """The loops of a StableHLO text that pass a token from one to the next."""
+    functions = {
+        match[1]: match[0]
+        for match in re.finditer(
+            r"^  func\.func private @(\w+)\(.*?^  }", text, re.MULTILINE | re.DOTALL
+        )
+    }
+    found: list[Loop] = []
+    made_by: dict[str, int] = {}
+    lines = text.splitlines()
+    for at, line in enumerate(lines):
+        head = re.match(r"\s*(%\d+):\d+ = stablehlo\.while\((.*?)\) : (.*)", line)
+        if not head:
+            continue
+        types = re.findall(r"tensor<[^>]*>", head[3])
+        if _TOKEN not in types:
+            continue
+        index = types.index(_TOKEN)
+        given = [each.split(" = ") for each in head[2].split(", ")]
+        inside, token = given[index]
+        body = next(each for each in lines[at:] if "@closed_call" in each)
+        called = re.search(r"@(closed_call\w*)\((.*?)\)", body)
+        assert called is not None
+        of_body = functions[called[1]]
+        argument = called[2].split(", ").index(inside)
+        made = calls(of_body)
+        ends = [None, *range(len(made) - 1)]
+        first = re.search(r"custom_call @ep_\w+\((.*?)\)", of_body)
+        assert first is not None
+        back = re.findall(r"^    return (%\d+)#(\d+)", of_body, re.MULTILINE)[-1]
+        barrier = re.search(
+            rf"{back[0]}:\d+ = stablehlo.optimization_barrier (.*?) :", of_body
+        )
+        assert barrier is not None
+        last = barrier[1].split(", ")[int(back[1])]
+        last_call = re.findall(r"(%\d+):\d+ = stablehlo.custom_call @ep_\w+", of_body)
+        chained = (
+            [call.after for call in made] == ends
+            and first[1].split(", ")[-1] == f"%arg{argument}"
+            and last == f"{last_call[-1]}#{TOKEN_INDEX[made[-1].target]}"
+        )
+        targets = [call.target for call in made]
+        found.append(Loop(made_by.get(token), targets, chained))
+        made_by[f"{head[1]}#{index}"] = len(found) - 1
+    return found
+
+
 def chain(length: int, start: int = 0) -> list[int | None]:
     """What `afters` returns for one chain whose first call has index `start`."""
     return [None, *range(start, start + length - 1)]
