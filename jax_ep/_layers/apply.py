@@ -297,10 +297,10 @@ def applied(
         inputs = vary_alike(ep.mesh.axis_names, axes, *inputs)
     tokens, topk_ids, weights = inputs
 
-    def part(params: tuple[Any, ...], input_scale: Any, one: Any) -> Any:
+    def part(params: Any, input_scale: Any, one: Any, sent: bool = True) -> Any:
         own = functools.partial(fn, *params) if params else fn
         tokens, ids, weights = one
-        how = scatter_axis, input_scale
+        how = scatter_axis, input_scale, combining.How(sent=sent)
         return _part(function, ep, own, tokens, ids, weights, *how)
 
     n, most = tokens.shape[0], ep.config.max_tokens_per_rank
@@ -329,6 +329,7 @@ def _part(
     weights: jax.Array,
     scatter_axis: str | None,
     input_scale: Any,
+    how: combining.How,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the sums of some tokens, and the numbers of dropped rows and bad ids."""
     at_source = ep.config.reduce == "source"
@@ -343,7 +344,7 @@ def _part(
         out = columns.scatter(out, scatter_axis, rows.dtype.name)
     with errors.told_of(function, part=False):
         factors = weights if at_source else d.router_weights
-        y = combining.combine(ep, out, d.route, factors)
+        y = combining.combine_routed(ep, out, d.route, factors, None, how=how)
     counts = d.num_dropped, d.num_invalid
     if scatter_axis in varying(counts[0]):
         # They are equal along the axis; pmax proves that to check_vma.

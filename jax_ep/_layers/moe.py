@@ -293,11 +293,16 @@ class _Part:
     of_shared: _experts.Activation | None
 
     def __call__(
-        self, params: Mapping[str, Any], frozen: Any, given: _PerToken
+        self,
+        params: Mapping[str, Any],
+        frozen: Any,
+        given: _PerToken,
+        sent: bool = True,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Returns `[n, H]`; and the counts of experts, dropped rows and bad ids.
 
-        `frozen` are codes of weights, or None, and the input scale.
+        `frozen` are codes of weights, or None, and the input scale. Without `sent` only
+        the derivative of the result is right (`parts.Part`).
         """
         ep, run, tp_axis, config = self.ep, self.run, self.tp_axis, self.ep.config
         codes, input_scale = frozen
@@ -311,18 +316,18 @@ class _Part:
             order, least = ep.mesh.axis_names, frozenset((tp_axis,))
             operands = vary_alike(order, least, *operands)
         x, ids, weights = operands
-        sent = (ep, x, ids, weights)
+        tokens = (ep, x, ids, weights)
         case = interface.Case(ep.mesh.local_devices[0], config.dtype)
         reads_tail = run.reads_tail(case)
         zero_tail = config.zero_tail and reads_tail
         if "shared_down" in params and not fused:
             own = given.x if given.own is None else given.own
             of_shared = own, params, self.of_shared
-            d, shared = _dispatch_beside(*sent, input_scale, of_shared, zero_tail)
+            d, shared = _dispatch_beside(*tokens, input_scale, of_shared, zero_tail)
             beside = shared if beside is None else shared + beside
         else:
             d = dispatching.dispatch_routed(
-                *sent, input_scale, None, zero_tail=zero_tail
+                *tokens, input_scale, None, zero_tail=zero_tail
             )
         with jax.named_scope("jax_ep.experts"):
             rows = expert_rows.apply(
@@ -333,8 +338,9 @@ class _Part:
             rows = columns.scatter(rows, tp_axis)
             if beside is not None:
                 beside = columns.scatter(jnp.asarray(beside), tp_axis)
+        how = combining.How(zero_tail=reads_tail, sent=sent)
         y = combining.combine_routed(
-            ep, rows, d.route, d.router_weights, beside, zero_tail=reads_tail
+            ep, rows, d.route, d.router_weights, beside, how=how
         )
         counts = (d.expert_counts, d.num_dropped, d.num_invalid)
         if tp_axis:

@@ -49,6 +49,19 @@ class CombineArgs(NamedTuple):
     residual: Any
 
 
+class How(NamedTuple):
+    """What a whole combine leaves out.
+
+    Attributes:
+        zero_tail: if not, cotangents past the groups may be anything.
+        sent: if not, nothing is exchanged and the sums are zeros, for who needs only
+            the derivative.
+    """
+
+    zero_tail: bool = True
+    sent: bool = True
+
+
 @calls.explained("combine", ARGUMENTS)
 def combine(
     ep: EPHandle,
@@ -104,13 +117,13 @@ def combine_routed(
     router_weights: Any,
     residual: Any,
     *,
-    zero_tail: bool = True,
+    how: How | None = None,
 ) -> jax.Array:
-    """Does `combine`; without `zero_tail` cotangents past groups may be anything."""
+    """Does `combine`; `how` may leave out what the caller does not need."""
     given = CombineArgs(expert_out, route, router_weights, residual)
     args = _checked("combine", ep, given)
     with checks.calling("combine"):
-        return _by_token(ep, _COMBINE(ep, args, static=zero_tail))
+        return _by_token(ep, _COMBINE(ep, args, static=how or How()))
 
 
 @calls.explained("combine_async", ARGUMENTS)
@@ -248,13 +261,16 @@ def _named(y: jax.Array) -> jax.Array:
 
 
 def _run(
-    ep: EPHandle, zero_tail: bool, args: CombineArgs, after: Token
+    ep: EPHandle, how: How, args: CombineArgs, after: Token
 ) -> tuple[jax.Array, Token]:
+    if not how.sent:
+        shape = (args.route.slot_of.shape[0], args.expert_out.shape[1])
+        return jnp.zeros_like(args.expert_out, shape=shape), after
     (y, _), done = transport_of(ep).combine(ep, *_inputs(ep, args), after)
     return y, done
 
 
-def _keep(ep: EPHandle, zero_tail: Any, args: CombineArgs, results: Any) -> Any:
+def _keep(ep: EPHandle, how: Any, args: CombineArgs, results: Any) -> Any:
     """Returns what `_cotangents` needs; the rows only if there are weights."""
     weighted = args.router_weights is not None
     weighting = (args.router_weights, args.expert_out) if weighted else None
@@ -262,16 +278,16 @@ def _keep(ep: EPHandle, zero_tail: Any, args: CombineArgs, results: Any) -> Any:
     return args.route, weighting, None if args.residual is None else ()
 
 
-def _cotangents(ep: EPHandle, zero_tail: bool, kept: Any, dy: jax.Array) -> CombineArgs:
+def _cotangents(ep: EPHandle, how: How, kept: Any, dy: jax.Array) -> CombineArgs:
     route, weighting, had_residual = kept
     dresidual = None if had_residual is None else dy
     if weighting is None:
-        rows, _ = dispatch_cached(ep, route, dy, None, zero_tail)
+        rows, _ = dispatch_cached(ep, route, dy, None, how.zero_tail)
         return CombineArgs(rows, None, None, dresidual)
     router_weights, expert_out = weighting
     at_source = ep.config.reduce == "source"
     sent_weights = router_weights if at_source else None
-    rows, sent = dispatch_cached(ep, route, dy, sent_weights, zero_tail)
+    rows, sent = dispatch_cached(ep, route, dy, sent_weights, how.zero_tail)
     of_rows: Any = sent if at_source else router_weights
     # E and w may hold anything in padding, whose cotangents must be zero.
     real = route.row_slot >= 0
@@ -312,7 +328,7 @@ def _run_send(
 def _transpose_send(
     ep: EPHandle, static: None, kept: Any, cotangents: Any
 ) -> CombineArgs:
-    return _cotangents(ep, True, kept, cotangents[1])
+    return _cotangents(ep, How(), kept, cotangents[1])
 
 
 _SEND = OrderedCall(

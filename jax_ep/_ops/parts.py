@@ -25,9 +25,10 @@ from jax_ep._ops import ordering
 from jax_ep._ops.ordering import OrderedCall
 from jax_ep._transport.base import Token
 
-# (given, frozen, tokens of a part) -> (results by token, counts). Counts are integers,
-# which are added up over parts.
-Part = Callable[[Any, Any, Any], tuple[Any, Any]]
+# (trained, frozen, tokens of a part, sent) -> (results by token, counts). Counts are
+# integers, which are added up over parts. Results must be linear in the sums of
+# combine: without `sent`, in the backward pass, these are not exchanged.
+Part = Callable[[Any, Any, Any, bool], tuple[Any, Any]]
 
 
 class Given(NamedTuple):
@@ -71,16 +72,26 @@ def in_parts(
     dtypes = jax.tree.map(_own_of, given.trained)
     for name in set(wide) & set(given.trained if wide else ()):
         dtypes[name] = jax.tree.map(_wide_of, given.trained[name])
-    program, closed = _traced(ep, part, given, stacked, dtypes)
-    (results, counts) = _loop(function)(ep, _Operands(given, closed, stacked), program)
+    forward, closed = _traced(ep, part, given, stacked, dtypes, sent=True)
+    again, closed_again = _traced(ep, part, given, stacked, dtypes, sent=False)
+    operands = _Operands(given, closed, closed_again, stacked)
+    results, counts = _loop(function)(ep, operands, _Programs(forward, again))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results), counts
 
 
 class _Operands(NamedTuple):
-    """The operands of a loop; `closed` are the arrays that its part closes over."""
+    """The operands of a loop.
+
+    Attributes:
+        given: as in `in_parts`.
+        closed: the arrays that its part closes over.
+        closed_again: those of the part in the backward pass, which get the gradients.
+        stacked: `[count, T, ...]`.
+    """
 
     given: Given
     closed: Any
+    closed_again: Any
     stacked: Any
 
 
@@ -108,6 +119,13 @@ class _Program:
         return jax.tree.unflatten(self.form, found)
 
 
+class _Programs(NamedTuple):
+    """The program of a part, and that of its backward pass."""
+
+    forward: _Program
+    again: _Program
+
+
 def _own_of(leaf: jax.Array) -> Any:
     return leaf.dtype
 
@@ -117,7 +135,7 @@ def _wide_of(leaf: jax.Array) -> Any:
 
 
 def _traced(
-    ep: EPHandle, part: Part, given: Given, stacked: Any, dtypes: Any
+    ep: EPHandle, part: Part, given: Given, stacked: Any, dtypes: Any, *, sent: bool
 ) -> tuple[_Program, list[Any]]:
     """Returns the program of a part, and the arrays that it closes over."""
     form: Any = None
@@ -125,7 +143,7 @@ def _traced(
     def run(trained: Any, frozen: Any, one: Any, after: Token) -> Any:
         nonlocal form
         (results, counts), done = ordering.mapped(
-            ep, after, lambda: part(trained, frozen, one)
+            ep, after, lambda: part(trained, frozen, one, sent)
         )
         leaves, form = jax.tree.flatten((results, counts, done))
         return leaves
@@ -160,9 +178,10 @@ def _axes_of(token: Any) -> frozenset[str]:
 
 
 def _run(
-    ep: EPHandle, program: _Program, operands: _Operands, after: Token
+    ep: EPHandle, programs: _Programs, operands: _Operands, after: Token
 ) -> tuple[Any, Token]:
-    given, closed, stacked = operands
+    given, closed, _, stacked = operands
+    program = programs.forward
     after = _varied(ep, program, after)
 
     def body(after: Token, one: Any) -> Any:
@@ -214,10 +233,11 @@ def _is_trained(leaf: jax.Array) -> bool:
 
 
 def _run_back(
-    ep: EPHandle, program: _Program, args: Any, after: Token
+    ep: EPHandle, programs: _Programs, args: Any, after: Token
 ) -> tuple[Any, Token]:
-    """Returns the cotangents of `_Operands`: `trained`, `closed` and `stacked`."""
-    (given, closed, stacked), cotangents = args
+    """Returns the cotangents of (`trained`, `closed_again`) and of `stacked`."""
+    (given, _, closed, stacked), cotangents = args
+    program = programs.again
     weights, others = _Parts.of((given.trained, closed))
     rows, indices = _Parts.of(stacked)
     after = _varied(ep, program, after)
@@ -254,11 +274,11 @@ def _run_back(
 
 
 def _transpose(
-    function: str, ep: EPHandle, program: _Program, kept: Any, cotangents: Any
+    function: str, ep: EPHandle, programs: _Programs, kept: Any, cotangents: Any
 ) -> _Operands:
-    (trained, closed), stacked = _back(function)(ep, (kept, cotangents[0]), program)
-    given: Any = Given(trained, None)
-    return _Operands(given, closed, stacked)
+    args = kept, cotangents[0]
+    (trained, closed), stacked = _back(function)(ep, args, programs)
+    return _Operands(Given(trained, None), None, closed, stacked)
 
 
 def _refused(function: str, *_: Any) -> Any:
@@ -274,18 +294,18 @@ def _like(operands: _Operands) -> jax.Array:
 
 
 @functools.cache
-def _loop(function: str) -> OrderedCall[_Program]:
+def _loop(function: str) -> OrderedCall[_Programs]:
     return OrderedCall(
         function,
         _run,
-        lambda ep, program, operands, results: operands,
+        lambda ep, programs, operands, results: operands,
         functools.partial(_transpose, function),
         like=_like,
     )
 
 
 @functools.cache
-def _back(function: str) -> OrderedCall[_Program]:
+def _back(function: str) -> OrderedCall[_Programs]:
     return OrderedCall(
         function,
         _run_back,

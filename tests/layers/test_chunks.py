@@ -466,9 +466,10 @@ def test_calls_follow_each_other_from_part_to_part():
     run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))
     text = jax.jit(run).lower(params, x).as_text()
     loops = call_order.loops(text)
-    # Two layers forward; for each of their parts again, and its cotangents.
+    # Two layers forward; then for each of their parts its rows again, the cotangents of
+    # rows, and those of tokens.
     forward = ["ep_dispatch", "ep_combine"]
-    backward = [*forward, "ep_dispatch_cached", "ep_combine"]
+    backward = ["ep_dispatch", "ep_dispatch_cached", "ep_combine"]
     assert [loop.targets for loop in loops] == [*[forward] * 2, *[backward] * 2]
     assert [loop.after for loop in loops] == [None, 0, 1, 2]
     assert all(loop.chained for loop in loops)
