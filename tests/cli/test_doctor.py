@@ -49,6 +49,20 @@ def test_json_says_what_there_is():
         assert found["peer_access"] is None
 
 
+def test_memory_of_a_layer_in_chunks():
+    sizes = ("--experts", "64", "--ranks", "64", "--tokens", "4095")
+    one, many = (
+        json.loads(command("doctor", "--json", *sizes, "--chunks", chunks).stdout)
+        for chunks in ("1", "8")
+    )
+    assert many["memory"]["max_tokens_per_rank"] == 512
+    for name in ("dispatched_rows", "expert_rows", "exchange"):
+        whole, part = one["memory"][name], many["memory"][name]
+        assert 7.9 * part < whole < 8.1 * part
+    text = command("doctor", *sizes, "--chunks", "8").stdout
+    assert "for one of 8 chunks of 512 tokens" in " ".join(text.split())
+
+
 @pytest.mark.multiprocess
 def test_text_has_a_line_for_each_transport():
     done = command("doctor", "--tokens", "64")

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep import experts
 from support import call_order, helpers, moe_dense
+from support.errors import raises
 from support.moe_ffn import config, param_specs
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -151,7 +152,7 @@ def test_few_tokens_are_one_chunk():
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_flax_layers(kind):
-    """With FSDP and a tensor axis, padding, and a fused-shape-free shared expert."""
+    """With FSDP, a tensor axis and padding."""
     pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
     from flax import nnx
 
@@ -190,6 +191,36 @@ def test_flax_layers(kind):
             ep = layer._made().handle()
         assert ep.config.max_tokens_per_rank == -(-10 // chunks)
     assert_close(both[1], both[0])
+
+
+def test_stages_of_a_pipeline():
+    """A vmap over a mesh axis, whose entries each have weights and losses."""
+    pytest.importorskip("flax", reason="needs pip install 'jax_ep[flax]'")
+    from flax import nnx
+
+    from support.flax_layers import fields
+
+    mesh = helpers.make_mesh(helpers.fit({"stage": 2, "ep": 2, "tp": 2}))
+    x = np.random.default_rng(9).standard_normal((2, 22, HIDDEN)).astype(np.float32)
+
+    def of(chunks):
+        own = {"chunks": chunks, "spec": P("ep"), "max_tokens_per_rank": 12}
+        layer = jax_ep.flax.MoE(**fields(mesh, **own), rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer)
+        state = jax.tree.map(lambda leaf: jnp.stack([leaf, 1.1 * leaf]), state)
+
+        def one(state, x):
+            y, aux = nnx.merge(graph, state)(x, return_aux=True)
+            return y, aux.balance_loss
+
+        def loss(state, x):
+            y, losses = jax.vmap(one, spmd_axis_name="stage")(state, x)
+            return jnp.sum(jnp.sin(y)) + losses @ jnp.arange(1.0, 3.0), y
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        return jax.jit(grad)(state, x)
+
+    assert_close(of(3), of(1))
 
 
 @pytest.mark.parametrize("name", ["closed over", "scattered", "source", "mxfp8"])
@@ -432,6 +463,92 @@ def test_sums_of_bfloat16_gradients():
     whole, parts = errors(1), errors(count)
     for name, error in parts.items():
         assert error < 1.1 * whole[name], (name, parts, whole)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_memory(gradients):
+    """With room for the worst case, an eighth of the tokens needs a fifth at most."""
+    mesh = helpers.make_mesh(helpers.some_ranks(8))
+    hidden = inner = 1024
+    n, groups = 4096, 2 * mesh.size
+    weights = 2 * 2 * hidden * 3 * inner
+
+    def temporaries(chunks: int) -> int:
+        made = config(
+            num_experts=groups,
+            top_k=2,
+            hidden_size=hidden,
+            max_tokens_per_rank=n // chunks,
+            dtype="bfloat16",
+        )
+        ep = helpers.make_ep(mesh, made)
+
+        def body(params, x):
+            return jax_ep.moe_ffn(ep, x, params, chunks=chunks)[0]
+
+        shapes = {
+            "router": (hidden, groups),
+            "gate_up": (groups, hidden, 2, inner),
+            "down": (groups, inner, hidden),
+        }
+        params, x = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+            (shapes, (n * mesh.size, hidden)),
+            is_leaf=lambda leaf: isinstance(leaf, tuple) and isinstance(leaf[0], int),
+        )
+        specs = (param_specs(params, None), P("ep"))
+        run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+        call = run
+        if gradients:
+
+            def loss(params, x):
+                return jnp.sum(run(params, x).astype(jnp.float32))
+
+            call = jax.grad(loss, argnums=(0, 1))
+        sizes = jax.jit(call).lower(params, x).compile().memory_analysis()
+        return sizes.temp_size_in_bytes - weights
+
+    assert temporaries(8) < temporaries(1) / 5
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 2.0, True, "2"])
+def test_chunks_must_be_a_positive_int(chunks):
+    ep = helpers.make_ep(helpers.make_mesh(helpers.some_ranks(2)), config())
+    with raises() as caught:
+        jax.shard_map(
+            lambda x: jax_ep.moe_ffn(ep, x, {}, chunks=chunks)[0],
+            mesh=ep.mesh,
+            in_specs=P("ep"),
+            out_specs=P("ep"),
+        )(np.zeros((2 * T, HIDDEN), np.float32))
+    assert "chunks must be an int of at least 1" in str(caught.value)
+
+
+def test_too_many_tokens_and_second_derivatives():
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep, params = helpers.make_ep(mesh, config()), moe_dense.params()
+
+    def run(params, x):
+        def body(params, x):
+            return jax_ep.moe_ffn(ep, x, params, chunks=2)[0]
+
+        specs = (param_specs(params, None), P("ep"))
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))(
+            params, x
+        )
+
+    def loss(x):
+        return jnp.sum(jnp.sin(run(params, x)))
+
+    x = np.zeros((mesh.size * (2 * T + 1), HIDDEN), np.float32)
+    with raises() as caught:
+        run(params, x)
+    assert "tokens must be at most chunks * max_tokens_per_rank = 2 * 8" in str(
+        caught.value
+    )
+    with raises() as caught:
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x[: mesh.size * 2 * T])
+    assert "has first derivatives only" in str(caught.value)
 
 
 def test_calls_follow_each_other_from_part_to_part():

@@ -47,13 +47,15 @@ def advice(found: dict[str, Any], devices: list[Any], config: EPConfig) -> list[
     if limits and needed > min(limits) / 2:
         advice.append(
             f"the config takes {needed / 1e9:.1f} GB of the {min(limits) / 1e9:.1f} GB "
-            "per device: lower max_tokens_per_rank or limit recv_capacity"
+            "per device: pass chunks= to the layer, lower max_tokens_per_rank or limit "
+            "recv_capacity"
         )
     if sizes["worst_case"] and sizes["recv_capacity"] > 2 * _balanced(config):
         advice.append(
             f"recv_capacity is the worst case, {sizes['recv_capacity']:,} rows, while "
-            f"a balanced router sends {_balanced(config):,}: capacity_factor=1.25 "
-            "saves memory, at the risk of dropped rows (jax_ep.stats counts them)"
+            f"a balanced router sends {_balanced(config):,}: chunks= of a layer saves "
+            "memory for time, and capacity_factor=1.25 at the risk of dropped rows "
+            "(jax_ep.stats counts them)"
         )
     remark = capacity.shortfall(config, sizes["ranks"])
     if remark is not None:

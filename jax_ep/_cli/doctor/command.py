@@ -35,6 +35,7 @@ examples:
   jax-ep doctor --experts 64 --hidden 4096 --capacity-factor 1.25
   jax-ep doctor --tokens 4096 64  handles for two batch shapes
   jax-ep doctor --ranks 32  a group larger than this machine
+  jax-ep doctor --ranks 64 --tokens 4096 --chunks 8  a layer in chunks of 512 tokens
   jax-ep doctor --ranks 32 --ranks-per-node 4  the same over nodes of 4 GPUs
   jax-ep doctor --json | jq .transports
 
@@ -74,6 +75,13 @@ def add(commands: Any) -> None:
         metavar="N",
         help="max_tokens_per_rank (default 4096). Of several, those of a program's "
         "batch shapes, each has a shared handle; other lines are for the largest",
+    )
+    layer.add_argument(
+        "--chunks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="chunks of the layer, each with room for 1/N of the tokens (default 1)",
     )
     layer.add_argument(
         "--ranks",
@@ -153,12 +161,13 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         problem = problem or ranks_problem(args.experts, args.ranks)
     if problem:
         parser.error(problem)
+    tokens = [-(-count // args.chunks) for count in args.tokens]
     try:
         config = jax_ep.EPConfig(
             num_experts=args.experts,
             top_k=args.top_k,
             hidden_size=args.hidden,
-            max_tokens_per_rank=max(args.tokens),
+            max_tokens_per_rank=max(tokens),
             dtype=args.dtype,
             dispatch_format=args.format,
             combine_format=args.combine_format,
@@ -175,7 +184,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         ranks = args.ranks or findings.group_size(args.experts)
         if problem := nodes_problem(ranks, args.ranks_per_node):
             parser.error(problem)
-    found = findings.silent_examine(config, args.ranks, args.tokens)
+    found = findings.silent_examine(config, args.ranks, tokens, args.chunks)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -230,10 +239,12 @@ def _device_lines(devices: list[dict[str, Any]]) -> list[str]:
 
 def _memory_lines(sizes: dict[str, Any]) -> list[str]:
     ranks, windows = sizes["ranks"], sizes.get("p2p_windows")
+    chunks, tokens = sizes.get("chunks", 1), sizes.get("max_tokens_per_rank", 0)
+    part = f" for one of {chunks} chunks of {tokens:,} tokens" if chunks > 1 else ""
     lines = entry(
         "memory",
         f"per rank, in a group of {ranks} ranks with recv_capacity "
-        f"{sizes['recv_capacity']:,}:",
+        f"{sizes['recv_capacity']:,}{part}:",
     )
     items = [
         (sizes["dispatched_rows"], "received rows of a dispatch"),

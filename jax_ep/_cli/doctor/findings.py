@@ -42,6 +42,7 @@ def examine(
     config: jax_ep.EPConfig,
     ranks: int | None = None,
     tokens: Sequence[int] | None = None,
+    chunks: int = 1,
 ) -> dict[str, Any]:
     """Returns all findings as JSON types.
 
@@ -51,6 +52,7 @@ def examine(
             or the largest smaller number that divides the ranks.
         ranks: size of the EP group to count memory for; None means `group_size`.
         tokens: T of each shared handle to count memory for; None means the config's.
+        chunks: those of the layer; the config is that of its handle, for one of them.
     """
     found: dict[str, Any] = {"versions": versions(), "build": _build()}
     devices, problem = local_devices()
@@ -68,6 +70,8 @@ def examine(
         windows = window_bytes(config, group)
     node = config.ranks_per_node or _fitting(len(devices) or _NO_DEVICES, group)
     found["memory"] |= {
+        "chunks": chunks,
+        "max_tokens_per_rank": config.max_tokens_per_rank,
         "p2p_windows": windows,
         "ranks_per_node": node,
         "shmem_windows": window_bytes(config, group, node),
