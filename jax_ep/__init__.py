@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_ep import experts, formats, placement, router, sharded, stats
+from jax_ep import experts, formats, placement, router, stats
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
@@ -25,6 +25,7 @@ from jax_ep._setup.shared import close_shared_handles, shared_handle
 if TYPE_CHECKING:
     from jax_ep import checkpoints as checkpoints
     from jax_ep import flax as flax
+    from jax_ep import sharded as sharded
 
 __all__ = [
     "Dispatched",
@@ -72,8 +73,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Imports a module when it is first used.
 
-        Flax may not be installed, and most processes load no foreign checkpoint.
+        Flax may not be installed, and most processes need none of the others.
         """
-        if name in ("checkpoints", "flax"):
+        if name in ("checkpoints", "flax", "sharded"):
             return importlib.import_module(f"jax_ep.{name}")
         raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

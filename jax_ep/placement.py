@@ -29,7 +29,7 @@ from jax_ep._core import errors, operands, pytrees
 from jax_ep._core.arrays import as_array
 from jax_ep._core.operands import Operand
 from jax_ep._native.loader import cpu as native
-from jax_ep._placement import moving, packing
+from jax_ep._placement import moving
 
 Tree = TypeVar("Tree")
 
@@ -300,6 +300,8 @@ def balance(
         per_node,
         "leave it out if all ranks are equally close",
     )
+    from jax_ep._placement import packing  # when it is first used
+
     shape = packing.Shape(slots, ranks, per_node)
     packed = [packing.pack(each, shape) for each in found.reshape(-1, experts)]
     return _placement(np.reshape(packed, (*found.shape[:-1], slots)))

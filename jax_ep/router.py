@@ -271,7 +271,8 @@ def _chosen(
     """Returns ids and weights, in plain JAX."""
     wanted = jax.lax.stop_gradient(scores)
     if bias is not None:
-        wanted = wanted + jax.lax.stop_gradient(bias)
+        own = jax.lax.stop_gradient(bias)
+        wanted = wanted + jnp.broadcast_to(own, wanted.shape)
     if router.top_groups < router.num_groups:
         wanted = _within_best_groups(router, wanted)
     ids = _best(wanted, top_k)

@@ -43,8 +43,6 @@ from jax_ep._core.handle import EPHandle
 from jax_ep._core.types import Dispatched
 from jax_ep._layers.moe import MoEAux
 from jax_ep._stats import layout as layouts
-from jax_ep._stats import picture
-from jax_ep._stats import view as _load_view
 from jax_ep._stats.layout import Layout
 from jax_ep.placement import Placement
 
@@ -437,16 +435,21 @@ def heat_map(
     wrong = None if path is None else _unusable(path)
     if wrong is not None and jax.process_count() == 1:
         raise wrong
-    view = _view(load, placement)
+    view: Any = _view(load, placement)
     if wrong is not None:  # only now, because the other processes wait for this one
         raise wrong
+    from jax_ep._stats import picture  # when it is first used
+    from jax_ep._stats import view as views
+
     if path is not None:
         picture.save(view, path)
-    return _load_view.text(view)
+    return views.text(view)
 
 
 def _unusable(path: Any) -> Exception | None:
     """Returns why no picture can be written to `path`, or None."""
+    from jax_ep._stats import picture
+
     function, remedy = "stats.heat_map", "name another file, or leave path out"
     if not isinstance(path, str | os.PathLike):
         rule = "path must be a file name"
@@ -461,8 +464,10 @@ def _unusable(path: Any) -> Exception | None:
     return None
 
 
-def _view(load: Load, placement: Placement | None = None) -> _load_view.View:
+def _view(load: Load, placement: Placement | None = None) -> Any:
     """Sums the load over EP groups, with one leading dimension of layers."""
+    from jax_ep._stats.view import View
+
     found, rows = _summary("heat_map", load, placement)
     places, local = rows.shape[-1], found.rows.shape[-1]
     ranks = places // local
@@ -474,7 +479,7 @@ def _view(load: Load, placement: Placement | None = None) -> _load_view.View:
         return np.stack(each, axis=1)
 
     experts = found.expert_rows.shape[-1]
-    return _load_view.View(
+    return View(
         rows=rows.reshape(-1, places),
         dropped=of_owners(found.dropped),
         invalid=of_owners(found.invalid),

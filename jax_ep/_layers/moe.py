@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -239,10 +240,11 @@ def moe_ffn(
     if placement is not None:
         ids = placement.assign(ids, jax.lax.axis_index(ep.axis_names))
     own = tokens if x is not tokens and "shared_down" in params else None
-    part = _Part(ep, run, tp_axis, activation, shared_activation or activation)
+    both = activation, shared_activation or activation
+    part = functools.partial(_part, ep, run, tp_axis, both)
     per_token = _PerToken(x, ids, weights, residual, own)
     y, (expert_counts, dropped, invalid) = _in_parts(
-        part, params, input_scale, per_token
+        ep, run, part, params, input_scale, per_token
     )
     aux = MoEAux(
         losses.balance_loss,
@@ -274,88 +276,84 @@ class _PerToken(NamedTuple):
     own: jax.Array | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Dispatch, experts and combine of a layer, for some of its tokens.
+def _part(
+    ep: EPHandle,
+    run: interface.Experts,
+    tp_axis: str | None,
+    activations_of: tuple[Any, Any],
+    params: Mapping[str, Any],
+    frozen: Any,
+    given: _PerToken,
+    sent: bool = True,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Dispatches some tokens, applies the experts, and combines.
 
-    Attributes:
+    Args:
         ep: the handle.
         run: the experts.
         tp_axis: as in `moe_ffn`.
-        activation: of the routed experts.
-        of_shared: the activation of a shared expert that is not fused.
+        activations_of: those of the routed experts and of a shared one.
+        params: as in `moe_ffn`, without codes.
+        frozen: codes of weights, or None, and the input scale.
+        given: the tokens.
+        sent: if not, only the derivative of the result is right (`parts.Part`).
+
+    Returns:
+        `[n, H]`; and the counts of experts, dropped rows and bad ids.
     """
-
-    ep: EPHandle
-    run: interface.Experts
-    tp_axis: str | None
-    activation: _experts.Activation | None
-    of_shared: _experts.Activation | None
-
-    def __call__(
-        self,
-        params: Mapping[str, Any],
-        frozen: Any,
-        given: _PerToken,
-        sent: bool = True,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Returns `[n, H]`; and the counts of experts, dropped rows and bad ids.
-
-        `frozen` are codes of weights, or None, and the input scale. Without `sent` only
-        the derivative of the result is right (`parts.Part`).
-        """
-        ep, run, tp_axis, config = self.ep, self.run, self.tp_axis, self.ep.config
-        codes, input_scale = frozen
-        params = params if codes is None else {**params, "experts": codes}
-        residual, fused = given.residual, config.fused_shared_expert
-        beside = None if tp_axis else residual
-        operands: Any = (given.x, given.ids, given.weights)
-        if tp_axis:
-            # Their gradients differ along the axis. With the cast here, they are summed
-            # for n tokens; with a cast at the experts' weights, for N rows.
-            order, least = ep.mesh.axis_names, frozenset((tp_axis,))
-            operands = vary_alike(order, least, *operands)
-        x, ids, weights = operands
-        tokens = (ep, x, ids, weights)
-        case = interface.Case(ep.mesh.local_devices[0], config.dtype)
-        reads_tail = run.reads_tail(case)
-        zero_tail = config.zero_tail and reads_tail
-        if "shared_down" in params and not fused:
-            own = given.x if given.own is None else given.own
-            of_shared = own, params, self.of_shared
-            d, shared = _dispatch_beside(*tokens, input_scale, of_shared, zero_tail)
-            beside = shared if beside is None else shared + beside
-        else:
-            d = dispatching.dispatch_routed(
-                *tokens, input_scale, None, zero_tail=zero_tail
-            )
-        with jax.named_scope("jax_ep.experts"):
-            rows = expert_rows.apply(
-                ep, d, params, given.x.shape[0], tp_axis, run, self.activation
-            )
-        scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
-        if tp_axis and scattered:
-            rows = columns.scatter(rows, tp_axis)
-            if beside is not None:
-                beside = columns.scatter(jnp.asarray(beside), tp_axis)
-        how = combining.How(zero_tail=reads_tail, sent=sent)
-        y = combining.combine_routed(
-            ep, rows, d.route, d.router_weights, beside, how=how
+    config, (activation, of_shared) = ep.config, activations_of
+    codes, input_scale = frozen
+    params = params if codes is None else {**params, "experts": codes}
+    residual, fused = given.residual, config.fused_shared_expert
+    beside = None if tp_axis else residual
+    operands: Any = (given.x, given.ids, given.weights)
+    if tp_axis:
+        # Their gradients differ along the axis. With the cast here, they are summed
+        # for n tokens; with a cast at the experts' weights, for N rows.
+        order, least = ep.mesh.axis_names, frozenset((tp_axis,))
+        operands = vary_alike(order, least, *operands)
+    x, ids, weights = operands
+    tokens = (ep, x, ids, weights)
+    case = interface.Case(ep.mesh.local_devices[0], config.dtype)
+    reads_tail = run.reads_tail(case)
+    zero_tail = config.zero_tail and reads_tail
+    if "shared_down" in params and not fused:
+        own = given.x if given.own is None else given.own
+        beside_it = own, params, of_shared
+        d, shared = _dispatch_beside(*tokens, input_scale, beside_it, zero_tail)
+        beside = shared if beside is None else shared + beside
+    else:
+        d = dispatching.dispatch_routed(*tokens, input_scale, None, zero_tail=zero_tail)
+    with jax.named_scope("jax_ep.experts"):
+        rows = expert_rows.apply(
+            ep, d, params, given.x.shape[0], tp_axis, run, activation
         )
-        counts = (d.expert_counts, d.num_dropped, d.num_invalid)
-        if tp_axis:
-            # Unless scattered, sums after combine: n rows are sent, not the experts' N.
-            y = columns.gather(y, tp_axis) if scattered else jax.lax.psum(y, tp_axis)
-            y = y if residual is None else y + residual
-            counts = _equal_along(tp_axis, counts)
-        return y, (counts[0][1:] if fused else counts[0], *counts[1:])
+    scattered = tp_axis is not None and columns.are_scattered(ep, tp_axis)
+    if tp_axis and scattered:
+        rows = columns.scatter(rows, tp_axis)
+        if beside is not None:
+            beside = columns.scatter(jnp.asarray(beside), tp_axis)
+    how = combining.How(zero_tail=reads_tail, sent=sent)
+    y = combining.combine_routed(ep, rows, d.route, d.router_weights, beside, how=how)
+    counts = (d.expert_counts, d.num_dropped, d.num_invalid)
+    if tp_axis:
+        # Unless scattered, sums after combine: n rows are sent, not the experts' N.
+        y = columns.gather(y, tp_axis) if scattered else jax.lax.psum(y, tp_axis)
+        y = y if residual is None else y + residual
+        counts = _equal_along(tp_axis, counts)
+    return y, (counts[0][1:] if fused else counts[0], *counts[1:])
 
 
 def _in_parts(
-    part: _Part, params: Mapping[str, Any], input_scale: Any, given: _PerToken
+    ep: EPHandle,
+    run: interface.Experts,
+    part: Callable[..., Any],
+    params: Mapping[str, Any],
+    input_scale: Any,
+    given: _PerToken,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns what `part` does of all tokens, in parts if they are more than T."""
-    ep, run, (n, _) = part.ep, part.run, given.x.shape
+    n = given.x.shape[0]
     most = ep.config.max_tokens_per_rank
     trained = {name: value for name, value in params.items() if name != "experts"}
     codes = params.get("experts")

@@ -9,7 +9,6 @@ the weights in their own dtype, in which the sum of many parts may stop growing.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -95,19 +94,18 @@ class _Operands(NamedTuple):
     stacked: Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
-    """A part as a traced program, hashed by identity.
+    """A part as a traced program, hashed by identity."""
 
-    Attributes:
-        jaxpr: its equations, with the arrays that it closes over as constants.
-        form: the structure of its results.
-        dtypes: those in which it takes `Given.trained`.
-    """
+    def __init__(self, jaxpr: Any, form: Any, dtypes: Any) -> None:
+        """Keeps what the program is.
 
-    jaxpr: Any
-    form: Any
-    dtypes: Any
+        Args:
+            jaxpr: its equations, with the arrays that it closes over as constants.
+            form: the structure of its results.
+            dtypes: those in which it takes `Given.trained`.
+        """
+        self.jaxpr, self.form, self.dtypes = jaxpr, form, dtypes
 
     def __call__(
         self, trained: Any, frozen: Any, closed: Any, one: Any, after: Token
@@ -204,28 +202,23 @@ def _varied(ep: EPHandle, program: _Program, after: Token) -> Token:
     return vary_alike(ep.mesh.axis_names, axes, *after)
 
 
-class _Parts(NamedTuple):
-    """The leaves of a tree that get gradients, and the others; None in their places."""
+def _apart(tree: Any) -> tuple[Any, Any]:
+    """Returns the leaves that get gradients, and the others; None in their places."""
 
-    trained: Any
-    rest: Any
+    def pick(wanted: bool) -> Any:
+        return jax.tree.map(lambda a: a if _is_trained(a) == wanted else None, tree)
 
-    @classmethod
-    def of(cls, tree: Any) -> _Parts:
-        def pick(wanted: bool) -> Any:
-            return jax.tree.map(lambda a: a if _is_trained(a) == wanted else None, tree)
+    return pick(True), pick(False)
 
-        return cls(pick(True), pick(False))
 
-    def joined(self) -> Any:
-        """Returns the tree."""
-        none = {"is_leaf": lambda leaf: leaf is None}
-        return jax.tree.map(
-            lambda own, other: other if own is None else own,
-            self.trained,
-            self.rest,
-            **none,
-        )
+def _joined(trained: Any, others: Any) -> Any:
+    """Returns the tree that `_apart` took apart."""
+    return jax.tree.map(
+        lambda own, other: other if own is None else own,
+        trained,
+        others,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def _is_trained(leaf: jax.Array) -> bool:
@@ -238,8 +231,8 @@ def _run_back(
     """Returns the cotangents of (`trained`, `closed_again`) and of `stacked`."""
     (given, _, closed, stacked), cotangents = args
     program = programs.again
-    weights, others = _Parts.of((given.trained, closed))
-    rows, indices = _Parts.of(stacked)
+    weights, others = _apart((given.trained, closed))
+    rows, indices = _apart(stacked)
     after = _varied(ep, program, after)
 
     def body(carry: Any, xs: Any) -> Any:
@@ -247,11 +240,11 @@ def _run_back(
         one, index, cotangent = xs
 
         def forward(wide: Any, one: Any) -> Any:
-            trained, consts = _Parts(wide, others).joined()
+            trained, consts = _joined(wide, others)
             consts = [
                 a.astype(like.dtype) for a, like in zip(consts, closed, strict=True)
             ]
-            tokens = _Parts(one, index).joined()
+            tokens = _joined(one, index)
             results, _, done = program(trained, given.frozen, consts, tokens, after)
             return results, done
 
