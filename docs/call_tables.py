@@ -53,10 +53,9 @@ def headline(data, table):
 
 
 def p2p(data, table, picture=None):
-    """Shows whole calls beside JAX's own path; with `picture`, as README.md does."""
+    """Shows whole calls beside JAX's own path, with a `picture` if there is one."""
     rows = [row for row in rows_of(data) if row["routing"] == "uniform"]
     ways = report.ragged_ways(data["results"])
-    page = "docs/benchmarks.md" if picture else ""
     head = (
         f"**Single calls over p2p, {data['count']} x {data['device']}** "
         f"({performance_tables.versions(data)}driver {data['driver']}, "
@@ -68,11 +67,11 @@ def p2p(data, table, picture=None):
         f"bytes need at {report.number(data['peak_gb_s'], 0)} GB/s, the speed of a "
         "plain copy kernel in the same run; GB/s and % count those bytes. `ragged` is "
         "JAX's own path, called in [the ways that the columns "
-        f"name]({page}#ways-to-call-ragged_all_to_all), and `speed-up` is "
+        "name](#ways-to-call-ragged_all_to_all), and `speed-up` is "
         "p2p's over the fastest of them. Blank cells were not measured. Every result "
         "was compared with transport `collective`'s in the same run, bit for bit (sums "
         "of `ragged` within rounding). "
-        f"[How calls are timed]({page}#how-calls-are-timed)."
+        "[How calls are timed](#how-calls-are-timed)."
     )
     parts = [head]
     if picture:

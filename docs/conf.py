@@ -1,11 +1,13 @@
 """Configures Sphinx, which builds these pages: sphinx-build -W docs build/docs."""
 
+import inspect
 from typing import Literal, get_origin
 
 from sphinx.domains.python import PyObject
 from sphinx.util.inspect import TypeAliasForwardRef
 
 import jax_ep
+import jax_ep.flax
 from jax_ep._core import literals
 
 project = "jax_ep"
@@ -33,6 +35,8 @@ default_role = "code"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+# The arguments of a class are in the docstring of __init__, if it has one.
+autoclass_content = "both"
 # Longer signatures have one argument per line, with its default.
 maximum_signature_line_length = 80
 napoleon_google_docstring = True
@@ -60,6 +64,11 @@ autodoc_type_aliases = {
     **{name: name for name, of in vars(literals).items() if get_origin(of) is Literal},
     **{name: f"jax_ep.{name}" for name in jax_ep.__all__ if name[0].isupper()},
 }
+# The metaclass of Flax's modules hides the arguments.
+_of_init = inspect.signature(jax_ep.flax.MoE.__init__)
+jax_ep.flax.MoE.__signature__ = _of_init.replace(
+    parameters=[*_of_init.parameters.values()][1:], return_annotation=_of_init.empty
+)
 # Sphinx prints aliases in unions by their `repr`.
 TypeAliasForwardRef.__repr__ = lambda self: self.name
 for field in PyObject.doc_field_types:

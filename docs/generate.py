@@ -6,7 +6,11 @@ file of p2p.py. Drawing it needs matplotlib, checking that it shows the newest f
 not. diagrams.py draws the other pictures.
 """
 
+import ast
+import contextlib
+import io
 import json
+import os
 import pathlib
 import re
 import sys
@@ -24,6 +28,7 @@ import matmul_tables
 import performance_tables
 
 from benchmarks.calls import format_errors
+from jax_ep._cli import main as command
 from jax_ep._cli.bench import draw
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -130,9 +135,8 @@ def decode():
 
 
 def benchmarks(data, table):
-    """Shows single calls as README.md does."""
-    picture = P2P_PICTURE.relative_to(ROOT)
-    return call_tables.p2p(data, table, picture)
+    """Shows single calls, with their picture."""
+    return call_tables.p2p(data, table, P2P_PICTURE.name)
 
 
 def two_gpus(data, table):
@@ -150,6 +154,29 @@ OTHER_CALLS = (
     ("p2p", BOUND_BY_THE_LINK, call_tables.p2p_others),
     ("cpu", None, call_tables.cpu),
 )
+
+
+def command_line():
+    """Shows the help of `jax-ep` and of its subcommands, as indented code."""
+    os.environ["COLUMNS"] = "96"
+    parts = []
+    for words in ([], ["demo"], ["doctor"], ["bench"]):
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            command.main([*words, "--help"])
+        lines = (f"    {line}".rstrip() for line in shown.getvalue().splitlines())
+        parts += [f"## {' '.join(['jax-ep', *words])}", "\n".join(lines)]
+    return "\n\n".join(parts)
+
+
+def examples():
+    """Lists the programs by the first sentence of their docstrings."""
+    rows = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        if "__main__" in path.read_text():
+            rows.append((f"`{path.name}`", text.splitlines()[0]))
+    return table(("file", "what it does"), rows)
 
 
 def fill(text, name, body):
@@ -181,8 +208,10 @@ def main():
     for path, name, body in (
         (ROOT / "docs" / "protocol.md", "layout", layout()),
         (ROOT / "docs" / "formats.md", "formats", token_formats()),
+        (ROOT / "docs" / "command_line.md", "command line", command_line()),
+        (ROOT / "docs" / "examples.md", "examples", examples()),
         (README, "headline", on_the_link(call_tables.headline)),
-        (README, "benchmarks", on_the_link(benchmarks)),
+        (BENCHMARKS, "calls", on_the_link(benchmarks)),
         (BENCHMARKS, "two_gpus", from_newest("p2p", two_gpus, 2)),
         (BENCHMARKS, "ragged_ways", call_tables.ragged_ways()),
         (BENCHMARKS, "targets", targets()),

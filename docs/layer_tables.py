@@ -21,49 +21,22 @@ def _times(data, table):
     yield from (f"No time was left for {sizes}." for sizes in untimed)
 
 
-# The columns of report.COLUMNS that README.md shows, if they were timed.
-SHORT = (
-    *("layer", "", "p2p", report.FP8_COLUMNS[0], "collective", "dense"),
-    *(f"ragged, {report.PER_RANK}", "ragged, fastest"),
-    *("over dense", f"over ragged, {report.PER_RANK}", "over ragged, fastest"),
-)
-
-
 def _without_blanks(header, rows):
     """Leaves out empty columns."""
     kept = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def layers_in_short(data, table):
-    """Shows layers as README.md does."""
-    whole, *notes = _times(data, lambda header, rows: (header, rows))
-    header, rows = whole
-    chosen = [header.index(name) for name in SHORT if name in header]
-    has_ragged = any(name.startswith("ragged") for name in header)
-    ragged = (
-        ", and `ragged` by `jax.lax.ragged_all_to_all`, called in [the ways named]"
-        "(docs/benchmarks.md#ways-to-call-ragged_all_to_all)"
-    )
-    fp8 = (
-        f" `{report.FP8_COLUMNS[0]}` multiplies codes of tokens by codes of weights; "
-        "the latter are made beforehand ([docs/fp8.md](docs/fp8.md))."
-    )
+def layers_in_short(data, _):
+    """Shows the picture of README.md."""
     head = (
-        f"**Whole MoE layers, {data['count']} x {data['device']}** "
-        f"({performance_tables.versions(data)}{data['date']}): "
-        f"{data['tokens']} tokens per rank, top-{data['top_k']}, bfloat16. "
-        "Times are in milliseconds, for router, exchange, SwiGLU experts and "
-        "exchange. In brackets is the share that is neither router nor experts. "
-        f"`dense` exchanges by `all_to_all` with a fixed capacity{ragged * has_ragged}."
-        f"{fp8 * (report.FP8_COLUMNS[0] in header)} The last columns are p2p's "
-        "speed-up over these layers. More columns and the commands are in "
-        "[docs/benchmarks.md](docs/benchmarks.md#whole-layers)."
+        f"A layer's times on {data['count']} x {data['device']} "
+        f"({performance_tables.versions(data)}{data['date']}), for router, exchange, "
+        f"SwiGLU experts and exchange, {data['tokens']} tokens per rank, top-"
+        f"{data['top_k']}, bfloat16; other sizes are in "
+        "[docs/benchmarks.md](docs/benchmarks.md#whole-layers):"
     )
-    short = [[row[i] for i in chosen] for row in rows]
-    picture = f"![{layer_bars.caption(data)}](docs/{layer_bars.PICTURE})"
-    times = table([header[i] for i in chosen], short)
-    return "\n\n".join([head, picture, times, *notes])
+    return f"{head}\n\n![{layer_bars.caption(data)}](docs/{layer_bars.PICTURE})"
 
 
 def layers(data, table):

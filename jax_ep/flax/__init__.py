@@ -69,15 +69,17 @@ class MoE(nnx.Module):
 
     Attributes:
         router: `nnx.Param` `[H, E]`, or None.
-        gate_up, down: `nnx.Param` `[E, H, 2, F]`, `[E, F, H]`. With
-            a `weights_format`, gate_up and down are `Codes`, shaped as in a
-            `jax_ep.experts.QuantizedWeights`.
-        gate_up_scales, down_scales: `Codes` with the scales of a `weights_format`, or
-            None.
-        shared_gate_up, shared_down: `nnx.Param` `[H, 2, S]`, `[S, H]`, or None.
+        gate_up: `nnx.Param` `[E, H, 2, F]`. With a `weights_format` `Codes`, shaped as
+            in a `jax_ep.experts.QuantizedWeights`; `down` likewise.
+        down: `nnx.Param` `[E, F, H]`.
+        gate_up_scales: `Codes` with the scales of a `weights_format`, or None.
+        down_scales: likewise.
+        shared_gate_up: `nnx.Param` `[H, 2, S]`, or None.
+        shared_down: `nnx.Param` `[S, H]`, or None.
         shared_expert_gate: `nnx.Param` `[H, 1]`, or None.
-        gate_bias, up_bias, down_bias: `nnx.Param` `[E, F]`, `[E, F]`, `[E, H]`, or
-            None.
+        gate_bias: `nnx.Param` `[E, F]`, or None.
+        up_bias: `nnx.Param` `[E, F]`, or None.
+        down_bias: `nnx.Param` `[E, H]`, or None.
         router_bias: `RouterBias` float32 `[E]`, or None.
         router_logit_bias: `nnx.Param` `[E]`, or None.
         ep: the `jax_ep.EPHandle`.

@@ -55,7 +55,12 @@ RUN = {
 # Fences without a language: commands for developers, a formula, an error; not run.
 PLAIN = {"CONTRIBUTING.md": 2, "docs/formats.md": 1, "docs/start.md": 1}
 # Pictures and directives: step docs of .ci/run builds them.
-DRAWN = ("{toctree}", "{eval-rst}", "{include} ../README.md")
+DRAWN = (
+    "{toctree}",
+    "{eval-rst}",
+    "{include} ../README.md",
+    "{include} ../CHANGELOG.md",
+)
 
 
 def blocks(name, language):
