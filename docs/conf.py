@@ -34,6 +34,8 @@ nitpicky = False
 default_role = "code"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
+# Otherwise a class, whose arguments are in another docstring, lists them twice.
+autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 # The arguments of a class are in the docstring of __init__, if it has one.
 autoclass_content = "both"
