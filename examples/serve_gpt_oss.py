@@ -79,7 +79,8 @@ class GptOss(serving.Model):
 
     # H of the published models, 2880, is no multiple of 128, which fp8 would need.
     dispatch_format = "bf16"
-    reference = ("GptOssForCausalLM", "Mxfp4Config")
+    reference = "GptOssForCausalLM"
+    decoder = "Mxfp4Config"
 
     @classmethod
     def random(cls, rng):

@@ -40,11 +40,13 @@ class Model:
         config: the checkpoint's config.json.
         dtype: of activations and of all weights that are no codes.
         dispatch_format: how tokens travel to their experts.
-        reference: the model's class in transformers, and that of its quantisation.
+        reference: the model's class in transformers.
+        decoder: the class there that says to decode codes; None if that is done here.
     """
 
     dispatch_format = "bf16"
-    reference: tuple[str, str]
+    reference: str
+    decoder: str | None = None
 
     def __init__(self, config, dtype="bfloat16"):
         self.config = types.SimpleNamespace(**config)
@@ -394,17 +396,32 @@ def missing():
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
+def write_decoded(source, folder):
+    """Writes a checkpoint again, with values in place of fp8 codes."""
+    tensors = checkpoints.open_safetensors(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    values = {
+        name: decoded(tensors, name.removesuffix(".weight"))
+        for name in tensors
+        if name.endswith(".weight")
+    }
+    others = {name for name in tensors if not name.endswith("_scale_inv")} - set(values)
+    write(folder, config, values | {name: tensors[name] for name in others})
+
+
 def logits_of_transformers(model, folder, tokens):
     """Returns transformers' logits, in float32 from the decoded weights."""
     torch, theirs = map(importlib.import_module, ("torch", "transformers"))
-    kind, quantization = (getattr(theirs, name) for name in model.reference)
-    reference = kind.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        quantization_config=quantization(dequantize=True),
-        attn_implementation="eager",
-        local_files_only=True,
-    )
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    with tempfile.TemporaryDirectory() as other:
+        if model.decoder:
+            decoder = getattr(theirs, model.decoder)
+            options["quantization_config"] = decoder(dequantize=True)
+        else:
+            write_decoded(folder, folder := pathlib.Path(other))
+        kind = getattr(theirs, model.reference)
+        reference = kind.from_pretrained(folder, local_files_only=True, **options)
     with torch.no_grad():
         logits = reference.float()(torch.tensor(np.asarray(tokens, np.int64))).logits
     return logits.numpy()
@@ -501,4 +518,4 @@ def run(kind, folder, args):
     off = compare(model, mesh, params, folder, np.asarray(prompts), tokens, logits)
     # A wrong formula moves logits by their own size; rounding sometimes moves a token
     # to another expert, so that the largest difference says little.
-    return 0 if np.median(off) < 0.05 else 1
+    return 0 if np.median(off) < 0.1 else 1
