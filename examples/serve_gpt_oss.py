@@ -31,7 +31,6 @@ SMALL = {
     "hidden_act": "silu",
     "hidden_size": 96,
     "intermediate_size": 64,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
     "num_experts_per_tok": 4,
@@ -116,7 +115,9 @@ class GptOss(serving.Model):
                 tensors[f"{name}_bias"] = serving.normal(rng, *shape[:-1], fan_in=16)
         tensors["model.norm.weight"] = serving.near_one(rng, size)
         tensors["lm_head.weight"] = serving.normal(rng, vocabulary, size)
-        return SMALL, tensors
+        # They take turns.
+        kinds = ["sliding_attention", "full_attention"] * SMALL["num_hidden_layers"]
+        return SMALL | {"layer_types": kinds[: SMALL["num_hidden_layers"]]}, tensors
 
     @property
     def num_experts(self):

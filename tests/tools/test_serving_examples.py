@@ -41,8 +41,9 @@ class Served:
             self.serving = importlib.import_module("serving")
             self.module = importlib.import_module(name)
         kind, self.most = getattr(self.module, EXAMPLES[name]), MOST[name]
-        config, tensors = kind.random(np.random.default_rng(0))
-        config = config | {"num_hidden_layers": LAYERS}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(self.module.SMALL, "num_hidden_layers", LAYERS)
+            config, tensors = kind.random(np.random.default_rng(0))
         self.serving.write(folder, config, tensors)
         self.written, self.folder, self.mesh = tensors, folder, mesh
         self.config = json.loads((folder / "config.json").read_text())
