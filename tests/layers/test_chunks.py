@@ -52,6 +52,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+AXES = ({"ep": 2, "tp": 2}, {"ep": 4}, {"dp": 2, "ep": 2})
+# Each case on the first axes, and the first one on all; the rest is thorough.
+SOME = [
+    pytest.param(
+        case,
+        axes,
+        marks=[] if at == 0 or case == "plain" else pytest.mark.thorough,
+        id=f"{case}-{'-'.join(axes)}",
+    )
+    for case in CASES
+    for at, axes in enumerate(AXES)
+]
+
+
 def layer(case: str, axes: dict[str, int]) -> Any:
     """(mesh, params, options, changes of the config) of a case."""
     mesh = helpers.make_mesh(helpers.fit(axes))
@@ -115,8 +129,7 @@ def assert_close(found: Any, wanted: Any, limit: float = 2e-6) -> None:
         np.testing.assert_allclose(ours, want, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "axes"), SOME)
 def test_a_layer_in_chunks_is_the_layer(case, axes):
     """T does not divide the tokens, and the last chunk has ids of -1."""
     mesh, params, options, changes = layer(case, axes)
