@@ -39,7 +39,7 @@ RUN = {
     ("docs/layers.md", "python"): 12,  # test_docs_layers.py
     ("docs/migrate.md", "python"): 9,  # test_docs_layers.py
     ("docs/migrate_others.md", "python"): 7,  # test_docs_migrate.py
-    ("docs/models.md", "python"): 10,  # test_docs_models.py
+    ("docs/models.md", "python"): 11,  # test_docs_models.py
     ("docs/options.md", "python"): 2,
     ("docs/overlap.md", "python"): 1,
     ("docs/placement.md", "python"): 3,

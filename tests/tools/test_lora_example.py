@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from support import ROOT, helpers
+from support.pages import python_blocks
 
 pytest.importorskip("optax")
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -115,3 +117,53 @@ def test_adapters_start_without_effect(lora):
     for a, b in grads.values():
         assert not np.any(a)
         assert np.all(np.any(b, axis=(1, 2)))
+
+
+def test_the_recipe_of_the_page_has_biases_and_an_activation():
+    """docs/models.md: it gives what W + A B gives, in the experts of gpt-oss, too."""
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    count, hidden, inner, top_k = 2 * mesh.size, 64, 32, 2
+    keys = iter(jax.random.split(jax.random.key(5), 12))
+
+    def draw(*shape, size=None):
+        return jax.random.normal(next(keys), shape) * (size or shape[-2] ** -0.5)
+
+    tokens = draw(8 * mesh.size, hidden, size=1)
+    params = {
+        "router": draw(hidden, count),
+        "gate": draw(count, hidden, inner),
+        "up": draw(count, hidden, inner),
+        "down": draw(count, inner, hidden),
+    }
+    biases = {
+        "gate_bias": draw(count, inner),
+        "up_bias": draw(count, inner),
+        "down_bias": draw(count, hidden),
+    }
+    pairs = {
+        name: (draw(count, hidden, 3), draw(count, 3, inner)) for name in ("gate", "up")
+    }
+    activation = jax_ep.experts.swiglu_clamped(alpha=1.702, limit=7.0)
+    sizes = {"num_experts": count, "hidden_size": hidden, "top_k": top_k}
+    with helpers.init(mesh, **sizes, max_tokens_per_rank=8, dtype="float32") as ep:
+        names = {"jax": jax, "jnp": jnp, "jax_ep": jax_ep, "P": P, "ep": ep}
+        names |= {"params": params, "tokens": tokens}
+        exec(python_blocks("docs/models.md", "with_lora")[0], names)
+        codes = names["codes"]
+        run = jax.jit(functools.partial(names["tuned"], ep, activation=activation))
+        experts = {"experts": codes} | biases
+        found = run(pairs, {"router": params["router"]}, experts, tokens)
+    for a, b in names["grads"].values():
+        assert not np.any(a)
+        assert np.any(b)
+    gate_up, down = codes.dequantized()
+    routing = jax_ep.router.route(tokens @ params["router"], top_k)
+    chosen = jax.nn.one_hot(routing.ids, count)
+    sides = [
+        jnp.einsum("nh,ehf->nef", tokens, gate_up[:, :, side] + a @ b)
+        + biases[f"{name}_bias"]
+        for side, (name, (a, b)) in enumerate(pairs.items())
+    ]
+    y = jnp.einsum("nef,efh->neh", activation(*sides), down) + biases["down_bias"]
+    want = jnp.einsum("nk,nke,neh->nh", routing.weights, chosen, y)
+    np.testing.assert_allclose(found, want, atol=2e-5 * np.abs(want).max())
