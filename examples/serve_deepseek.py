@@ -137,7 +137,7 @@ class DeepSeek(serving.Model):
             mlp(f"{block}.mlp.shared_experts", shared)
         tensors["model.norm.weight"] = serving.near_one(rng, size)
         tensors["lm_head.weight"] = serving.normal(rng, vocabulary, size)
-        return SMALL, tensors
+        return dict(SMALL), tensors
 
     @property
     def num_experts(self):
