@@ -37,6 +37,7 @@ from jax_ep._experts import (
 from jax_ep._experts.activations import Activation as Activation
 from jax_ep._experts.activations import geglu as geglu
 from jax_ep._experts.activations import relu_squared as relu_squared
+from jax_ep._experts.activations import swiglu as swiglu
 from jax_ep._experts.activations import swiglu_clamped as swiglu_clamped
 from jax_ep._experts.interface import Case
 from jax_ep._experts.of_quantized import prepare as prepare
@@ -61,6 +62,7 @@ __all__ = [
     "ragged_dot",
     "ragged_dot_is_dense",
     "relu_squared",
+    "swiglu",
     "swiglu_clamped",
     "takes_dispatched",
 ]

@@ -24,7 +24,7 @@ Activation = Callable[[jax.Array, jax.Array], jax.Array] | Callable[..., jax.Arr
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The default activation, silu(gate) * up."""
+    """The default activation silu(gate) * up, to wrap it in one of your own."""
     return jax.nn.silu(gate) * up
 
 
