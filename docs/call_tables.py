@@ -58,7 +58,7 @@ def p2p(data, table, picture=None):
     ways = report.ragged_ways(data["results"])
     head = (
         f"**Single calls over p2p, {data['count']} x {data['device']}** "
-        f"({performance_tables.versions(data)}driver {data['driver']}, "
+        f"({performance_tables.versions(data)}"
         f"{data['date']}, commit "
         f"{data['commit'][:12]}, seed {data['seed']}; "
         f"{performance_tables.shown(data['command'])}). Hidden "

@@ -24,7 +24,13 @@ TARGETS = (
 )
 
 
-LIBRARIES = {"jax": "jax", "cudnn": "cuDNN", "cublas": "cuBLAS", "nccl": "NCCL"}
+LIBRARIES = {
+    "jax": "jax",
+    "cudnn": "cuDNN",
+    "cublas": "cuBLAS",
+    "nccl": "NCCL",
+    "driver": "driver",
+}
 
 
 def source(data, command):
@@ -36,7 +42,10 @@ def source(data, command):
 
 def versions(data):
     """Names the versions that a record has, each with a comma after it."""
-    found = {"jax": data.get("jax"), **data.get("libraries", {})}
+    driver = data.get("driver", "unknown")
+    found = {"jax": data.get("jax")}
+    found |= {"driver": driver} if driver != "unknown" else {}
+    found |= data.get("libraries", {})
     if "cublas" in data:  # the one that the program has loaded
         found["cublas"] = _of_cublas(data["cublas"])
     shown = (

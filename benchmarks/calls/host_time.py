@@ -205,7 +205,7 @@ def main(arguments=None):
     told = recording.command("calls.host_time", arguments)
     facts = specification(args)
     made = recording.head("host time", device="unknown", count=0)
-    made |= {"driver": record.driver(), "old_commit": args.old_commit, "command": told}
+    made |= {"old_commit": args.old_commit, "command": told}
     made |= {name: facts[name] for name in facts if name not in ("here", "devices")}
     made["problems"] = []
     gather(args, builds, made)

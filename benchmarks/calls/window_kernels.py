@@ -25,7 +25,7 @@ import sys
 import tempfile
 
 from benchmarks.common import recording
-from jax_ep._cli.bench import cuda, record
+from jax_ep._cli.bench import cuda
 
 KERNELS = (
     "window/dispatch",
@@ -74,7 +74,6 @@ def record_of(lines, options):
         count=int(head[1]),
         device=head[2],
         seed=int(head[3]),
-        driver=record.driver(),
         command=recording.command("calls.window_kernels", options),
         checked=[line for line in lines if line.startswith("checked")],
         results=[

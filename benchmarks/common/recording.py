@@ -56,7 +56,8 @@ def run(kind, module, args, arguments, **facts):
 def head(kind, **facts):
     """Returns the first entries of a record, for a run without workers."""
     made = {"kind": kind, "commit": commit(), "date": date()}
-    return {**made, "libraries": run_record.libraries(), **facts}
+    versions = {"driver": run_record.driver(), "libraries": run_record.libraries()}
+    return {**made, **versions, **facts}
 
 
 def head_here(kind, module, arguments, count=1, **facts):

@@ -21,7 +21,6 @@ import sys
 from benchmarks.common import arguments as common
 from benchmarks.common import clocks, programs, recording
 from benchmarks.limits import grouped_kernels
-from jax_ep._cli.bench import record
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 ROWS = 8, 16, 64, 256, 1024, 1536, 2048, 4096
@@ -62,7 +61,7 @@ def main(arguments=None):
     with clocks.sampled() as gpu:
         report = programs.report(program, [*words, "--seed", str(args.seed)], limit)
     told = recording.command("limits.few_rows", arguments)
-    made = recording.head("few-rows", driver=record.driver(), command=told) | report
+    made = recording.head("few-rows", command=told) | report
     made["clocks"] = gpu
     recording.write(recording.of("few-rows", made), made, args.results)
     print_table(made)

@@ -22,7 +22,6 @@ import sys
 
 from benchmarks.common import arguments as common
 from benchmarks.common import clocks, programs, recording
-from jax_ep._cli.bench import record
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 KERNELS = recording.ROOT / "xla_ffi" / "cuda"
@@ -102,7 +101,7 @@ def main(arguments=None):
         for name in {"wrong", "wrote_past"} & row.keys():
             row[name] = bool(row[name])
     told = recording.command("limits.grouped_kernels", arguments)
-    made = recording.head("matmuls", driver=record.driver(), command=told) | report
+    made = recording.head("matmuls", command=told) | report
     made["clocks"] = gpu
     recording.write(recording.of("matmuls", made), made, args.results)
     print_table(made)

@@ -48,8 +48,8 @@ def date() -> str:
 
 
 def libraries() -> dict[str, str]:
-    """Returns the versions of cuDNN, cuBLAS and NCCL in JAX's wheels, if there are."""
-    found = {}
+    """Returns the versions of jaxlib, and of cuDNN, cuBLAS and NCCL in JAX's wheels."""
+    found = {"jaxlib": importlib.metadata.version("jaxlib")}
     for name in ("cudnn", "cublas", "nccl"):
         for package in (f"nvidia-{name}", f"nvidia-{name}-cu13", f"nvidia-{name}-cu12"):
             try:

@@ -35,7 +35,7 @@ examples:
   jax-ep doctor --experts 64 --hidden 4096 --capacity-factor 1.25
   jax-ep doctor --tokens 4096 64  handles for two batch shapes
   jax-ep doctor --ranks 32  a group larger than this machine
-  jax-ep doctor --ranks 64 --tokens 4096 --chunks 8  a layer in chunks of 512 tokens
+  jax-ep doctor --tokens 4096 --chunks 8  a layer in chunks of 512 tokens
   jax-ep doctor --ranks 32 --ranks-per-node 4  the same over nodes of 4 GPUs
   jax-ep doctor --json | jq .transports
 
