@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_ep import experts, formats, placement, router, stats
+from jax_ep import experts, formats, placement, router
 from jax_ep._core.config import EPConfig
 from jax_ep._core.handle import EPHandle, InvalidIdError
 from jax_ep._core.types import Dispatched, Route
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jax_ep import checkpoints as checkpoints
     from jax_ep import flax as flax
     from jax_ep import sharded as sharded
+    from jax_ep import stats as stats
 
 __all__ = [
     "Dispatched",
@@ -75,6 +76,6 @@ if not TYPE_CHECKING:
 
         Flax may not be installed, and most processes need none of the others.
         """
-        if name in ("checkpoints", "flax", "sharded"):
+        if name in ("checkpoints", "flax", "sharded", "stats"):
             return importlib.import_module(f"jax_ep.{name}")
         raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Codes", "MoE", "RouterBias"]
 
+# With this import all of jax_ep's pytrees are registered.
+importlib.import_module("jax_ep.stats")
 for _class in pytrees.classes():
     # Flax has a way of its own for all NamedTuples.
     if not issubclass(_class, tuple):

@@ -40,7 +40,7 @@ def dispatch(ep, x, ids, w):
 
 def combine(ep, route, rows, w):
     args = combining.CombineArgs(rows, route, w, None)
-    return combining._COMBINE(ep, args, static=True)
+    return combining._COMBINE(ep, args, static=combining.How())
 
 
 def cached(ep, route, x, w):
@@ -191,7 +191,7 @@ def missing(which, mesh):
 def combine_elsewhere(ep, route, rows, w):
     # The same call from another line: only the line differs.
     args = combining.CombineArgs(rows, route, w, None)
-    return combining._COMBINE(ep, args, static=True)
+    return combining._COMBINE(ep, args, static=combining.How())
 
 
 def differs(how, mesh):
