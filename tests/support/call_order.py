@@ -150,39 +150,45 @@ def loops(text: str) -> list[Loop]:
     made_by: dict[str, int] = {}
     lines = text.splitlines()
     for at, line in enumerate(lines):
-        head = re.match(r"\s*(%\d+):\d+ = stablehlo\.while\((.*?)\) : (.*)", line)
+        head = re.match(r"( *)(%\d+):\d+ = stablehlo\.while\((.*?)\) : (.*)", line)
         if not head:
             continue
-        types = re.findall(r"tensor<[^>]*>", head[3])
+        types = re.findall(r"tensor<[^>]*>", head[4])
         if _TOKEN not in types:
             continue
         index = types.index(_TOKEN)
-        given = [each.split(" = ") for each in head[2].split(", ")]
+        given = [each.split(" = ") for each in head[3].split(", ")]
         inside, token = given[index]
-        body = next(each for each in lines[at:] if "@closed_call" in each)
-        called = re.search(r"@(closed_call\w*)\((.*?)\)", body)
-        assert called is not None
-        of_body = functions[called[1]]
-        argument = called[2].split(", ").index(inside)
-        made = calls(of_body)
-        ends = [None, *range(len(made) - 1)]
-        first = re.search(r"custom_call @ep_\w+\((.*?)\)", of_body)
+        end = next(i for i in range(at, len(lines)) if lines[i] == f"{head[1]}}}")
+        start = next(i for i in range(at, end) if lines[i] == f"{head[1]}}} do {{")
+        body = "\n".join(lines[start:end])
+        # The last statement of the body, from which the next iteration gets its token.
+        passed = lines[end - 1].partition("stablehlo.return ")[2].split(", ")[index]
+        # Older versions of JAX put the body into a function.
+        if called := re.search(r"@(closed_call\w*)\((.*?)\)", body):
+            body = functions[called[1]]
+            inside = f"%arg{called[2].split(', ').index(inside)}"
+            which = int(passed.partition("#")[2])
+            returned = re.findall(r"^    return (.*?) :", body, re.MULTILINE)[-1]
+            passed = returned.split(", ")[which]
+        made = calls(body)
+        targets = [call.target for call in made]
+        first = re.search(r"custom_call @ep_\w+\((.*?)\)", body)
         assert first is not None
-        back = re.findall(r"^    return (%\d+)#(\d+)", of_body, re.MULTILINE)[-1]
+        name, _, result = passed.partition("#")
         barrier = re.search(
-            rf"{back[0]}:\d+ = stablehlo.optimization_barrier (.*?) :", of_body
+            rf"{name}:\d+ = stablehlo.optimization_barrier (.*?) :", body
         )
         assert barrier is not None
-        last = barrier[1].split(", ")[int(back[1])]
-        last_call = re.findall(r"(%\d+):\d+ = stablehlo.custom_call @ep_\w+", of_body)
+        last = barrier[1].split(", ")[int(result)]
+        last_call = re.findall(r"(%\d+):\d+ = stablehlo.custom_call @ep_\w+", body)[-1]
         chained = (
-            [call.after for call in made] == ends
-            and first[1].split(", ")[-1] == f"%arg{argument}"
-            and last == f"{last_call[-1]}#{TOKEN_INDEX[made[-1].target]}"
+            [call.after for call in made] == [None, *range(len(made) - 1)]
+            and first[1].split(", ")[-1] == inside
+            and last == f"{last_call}#{TOKEN_INDEX[targets[-1]]}"
         )
-        targets = [call.target for call in made]
         found.append(Loop(made_by.get(token), targets, chained))
-        made_by[f"{head[1]}#{index}"] = len(found) - 1
+        made_by[f"{head[2]}#{index}"] = len(found) - 1
     return found
 
 
