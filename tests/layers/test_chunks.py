@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep import experts
 from support import call_order, helpers, moe_dense
+from support.call_order import mesh as mesh
 from support.errors import raises
 from support.moe_ffn import config, param_specs
 
@@ -565,11 +566,8 @@ def test_too_many_tokens_and_second_derivatives():
     assert "has first derivatives only" in str(caught.value)
 
 
-def test_calls_follow_each_other_from_part_to_part():
+def test_calls_follow_each_other_from_part_to_part(mesh):
     """Each part's first call comes after the last one of the part before."""
-    mesh = helpers.make_mesh(2)
-    if jax.default_backend() != "cpu":
-        pytest.skip("fakes p2p on CPU devices")
     ep = call_order.p2p_handle(mesh)
     most = ep.config.max_tokens_per_rank
     hidden, groups = ep.config.hidden_size, ep.config.num_experts
