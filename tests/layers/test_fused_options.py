@@ -169,19 +169,26 @@ def test_second_derivatives(name, pair, monkeypatch):
 
 @pytest.mark.parametrize("name", ["swiglu", "swiglu_clamped", "tanh"])
 def test_a_pair_gives_the_same_bits(implementation, name):
-    run, dtype, _ = implementation
+    """But of products that XLA orders, which differ by their columns."""
+    run, dtype, bound = implementation
+    by_xla = run is experts.ragged_dot or isinstance(run, experts.Padded)
     given, activation = operands(dtype), ACTIVATIONS[name]
     ys, grads = [], []
     for pair in (False, True):
         one = functools.partial(applied, run, activation=activation, pair=pair)
         ys.append(np.asarray(jax.jit(one)(given), np.float32)[: sum(SIZES)])
         grads.append(jax.jit(jax.grad(loss_of(one)))(given))
-    np.testing.assert_array_equal(*ys)
+
+    def check(stacked, pair):
+        if by_xla:
+            assert distance(pair, stacked) < bound
+        else:
+            np.testing.assert_array_equal(pair, stacked)
+
+    check(*ys)
     # Those of rows are sums of two products, in another order where columns are padded.
     for operand in ("gate", "up", "down", *BIASES):
-        np.testing.assert_array_equal(
-            *(np.asarray(each[operand], np.float32) for each in grads)
-        )
+        check(*(np.asarray(each[operand], np.float32) for each in grads))
 
 
 @pytest.mark.parametrize("name", ["swiglu", "tanh"])
