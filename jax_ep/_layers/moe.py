@@ -244,7 +244,7 @@ def moe_ffn(
     part = functools.partial(_part, ep, run, tp_axis, both)
     per_token = _PerToken(x, ids, weights, residual, own)
     y, (expert_counts, dropped, invalid) = _in_parts(
-        ep, run, part, params, input_scale, per_token
+        ep, run, tp_axis, part, params, input_scale, per_token
     )
     aux = MoEAux(
         losses.balance_loss,
@@ -285,6 +285,7 @@ def _part(
     frozen: Any,
     given: _PerToken,
     sent: bool = True,
+    d: Dispatched | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Dispatches some tokens, applies the experts, and combines.
 
@@ -297,6 +298,7 @@ def _part(
         frozen: codes of weights, or None, and the input scale.
         given: the tokens.
         sent: if not, only the derivative of the result is right (`parts.Part`).
+        d: the dispatch of these tokens, if it was made ahead.
 
     Returns:
         `[n, H]`; and the counts of experts, dropped rows and bad ids.
@@ -306,23 +308,19 @@ def _part(
     params = params if codes is None else {**params, "experts": codes}
     residual, fused = given.residual, config.fused_shared_expert
     beside = None if tp_axis else residual
-    operands: Any = (given.x, given.ids, given.weights)
-    if tp_axis:
-        # Their gradients differ along the axis. With the cast here, they are summed
-        # for n tokens; with a cast at the experts' weights, for N rows.
-        order, least = ep.mesh.axis_names, frozenset((tp_axis,))
-        operands = vary_alike(order, least, *operands)
-    x, ids, weights = operands
-    tokens = (ep, x, ids, weights)
+    tokens = _sent_of(ep, tp_axis, given)
     case = interface.Case(ep.mesh.local_devices[0], config.dtype)
     reads_tail = run.reads_tail(case)
     zero_tail = config.zero_tail and reads_tail
     if "shared_down" in params and not fused:
         own = given.x if given.own is None else given.own
         beside_it = own, params, of_shared
-        d, shared = _dispatch_beside(*tokens, input_scale, beside_it, zero_tail)
+        if d is None:
+            d, shared = _dispatch_beside(*tokens, input_scale, beside_it, zero_tail)
+        else:
+            shared = _shared_expert(*beside_it)
         beside = shared if beside is None else shared + beside
-    else:
+    elif d is None:
         d = dispatching.dispatch_routed(*tokens, input_scale, None, zero_tail=zero_tail)
     with jax.named_scope("jax_ep.experts"):
         rows = expert_rows.apply(
@@ -344,9 +342,44 @@ def _part(
     return y, (counts[0][1:] if fused else counts[0], *counts[1:])
 
 
+def _sent_of(
+    ep: EPHandle, tp_axis: str | None, given: _PerToken
+) -> tuple[EPHandle, jax.Array, jax.Array, jax.Array]:
+    """Returns the handle and the first operands of a dispatch of these tokens."""
+    operands: Any = (given.x, given.ids, given.weights)
+    if tp_axis:
+        # Their gradients differ along the axis. With the cast here, they are summed
+        # for n tokens; with a cast at the experts' weights, for N rows.
+        order, least = ep.mesh.axis_names, frozenset((tp_axis,))
+        operands = vary_alike(order, least, *operands)
+    x, ids, weights = operands
+    return ep, x, ids, weights
+
+
+def _ahead(ep: EPHandle, tp_axis: str | None) -> parts.Ahead | None:
+    """Returns how a part is dispatched beside another, where a GPU has two at once."""
+    if ep.config.overlap == "sm":
+        # A single kernel cannot be split, and XLA overlaps its exchanges by itself.
+        return None
+
+    def send(frozen: Any, given: _PerToken) -> Any:
+        tokens, input_scale = _sent_of(ep, tp_axis, given), frozen[1]
+        return dispatching.dispatch_async(*tokens, input_scale=input_scale)
+
+    def resume(frozen: Any, given: _PerToken, d: Dispatched) -> Dispatched:
+        tokens, input_scale = _sent_of(ep, tp_axis, given), frozen[1]
+        return dispatching.resumed(*tokens, input_scale=input_scale, d=d)
+
+    def only_if(given: _PerToken, real: jax.Array) -> _PerToken:
+        return given._replace(ids=jnp.where(real, given.ids, -1))
+
+    return parts.Ahead(send, dispatching.dispatch_wait, resume, only_if)
+
+
 def _in_parts(
     ep: EPHandle,
     run: interface.Experts,
+    tp_axis: str | None,
     part: Callable[..., Any],
     params: Mapping[str, Any],
     input_scale: Any,
@@ -378,7 +411,8 @@ def _in_parts(
         given = _PerToken(*padded)
     operands = parts.Given(trained, (codes, input_scale))
     wide = _WEIGHTS if run.casts_weights else ()
-    y, counts = parts.in_parts("moe_ffn", ep, part, operands, given, count, wide)
+    ahead = _ahead(ep, tp_axis)
+    y, counts = parts.in_parts("moe_ffn", ep, part, operands, given, count, wide, ahead)
     return y[:n], counts
 
 
@@ -480,22 +514,18 @@ def _dispatch_beside(
 
     `given` is what `_shared_expert` is called with.
     """
-
-    def shared_expert() -> jax.Array:
-        with jax.named_scope("jax_ep.shared_expert"):
-            return _shared_expert(*given)
-
     sent = (ep, tokens, ids, weights)
     if ep.config.overlap == "sm":
         # A single kernel cannot be split, and XLA overlaps its exchanges by itself.
         d = dispatching.dispatch_routed(*sent, input_scale, None, zero_tail=zero_tail)
-        return d, shared_expert()
+        return d, _shared_expert(*given)
     pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
     # Without the barrier XLA may run dispatch_wait first, and nothing overlaps.
-    both = jax.lax.optimization_barrier((pending, shared_expert()))
+    both = jax.lax.optimization_barrier((pending, _shared_expert(*given)))
     return dispatching.dispatch_wait(both[0]), both[1]
 
 
+@jax.named_scope("jax_ep.shared_expert")
 def _shared_expert(
     tokens: jax.Array, params: Mapping[str, Any], activation: Any
 ) -> jax.Array:

@@ -180,6 +180,22 @@ def dispatch_wait(pending: Pending) -> Dispatched:
     return d
 
 
+def resumed(
+    ep: EPHandle,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    router_weights: jax.Array,
+    *,
+    input_scale: Any,
+    d: Dispatched,
+) -> Dispatched:
+    """Returns `d`, the dispatch of these operands, with its derivative by them."""
+    arguments = (tokens, topk_ids, router_weights, input_scale, None)
+    inputs = _checked("dispatch", ep, *arguments)
+    with checks.calling("dispatch"):
+        return _RESUMED(ep, (inputs, d), static=_Given(True, False))
+
+
 def _of_tokens(dtype: Any) -> str | None:
     """Returns what to do about tokens of a wrong dtype; None to cast them."""
     if not operands.is_codes(dtype):
@@ -407,6 +423,16 @@ def _cotangents(
 
 _DISPATCH = OrderedCall(
     "dispatch", _run, _route, _transpose, like=_tokens, named=named_dispatch
+)
+
+
+_RESUMED = OrderedCall(
+    "dispatch",
+    lambda ep, given, args, after: (args[1], after),
+    lambda ep, given, args, d: d.route,
+    lambda *args: (_transpose(*args), None),
+    like=lambda args: _tokens(args[0]),
+    ordered=lambda ep: False,
 )
 
 

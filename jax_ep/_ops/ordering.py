@@ -360,9 +360,9 @@ def before_mapped(ep: EPHandle, parts: int) -> Token:
     """
     if not in_order(ep) or not traces.is_tracing():
         return ()
-    last = _last(ep, ())
-    fits = last and last[0].shape == (parts,)
-    return last if fits else (jnp.zeros(parts, jnp.int32),)
+    found = last(ep, ())
+    fits = found and found[0].shape == (parts,)
+    return found if fits else (jnp.zeros(parts, jnp.int32),)
 
 
 def mapped(ep: EPHandle, after: Token, call: Callable[[], Any]) -> tuple[Any, Token]:
@@ -371,13 +371,13 @@ def mapped(ep: EPHandle, after: Token, call: Callable[[], Any]) -> tuple[Any, To
         return call(), ()
     _passed(ep, after)
     result = call()
-    return result, _last(ep, after)
+    return result, last(ep, after)
 
 
-def passed_mapped(ep: EPHandle, last: Token) -> None:
+def passed_mapped(ep: EPHandle, done: Token) -> None:
     """Stores the token that `mapped` returned, for calls after that `shard_map`."""
-    if last:
-        _passed(ep, last, of_ranks=False)
+    if done:
+        _passed(ep, done, of_ranks=False)
 
 
 @contextlib.contextmanager
@@ -393,7 +393,7 @@ def apart(ep: EPHandle) -> Iterator[None]:
             link.inner = inner
 
 
-def _last(ep: EPHandle, otherwise: Token) -> Token:
+def last(ep: EPHandle, otherwise: Token) -> Token:
     """Returns the last token of this trace."""
     link = _link_of(ep, traces.current_trace())
     token = link.token() if link else None

@@ -5,6 +5,9 @@ does more: in the backward pass each part is dispatched and computed again, from
 tokens and ids that it was given, and its cotangents follow at once. JAX's own
 derivative of a loop would keep the rows of every part, and would sum the gradients of
 the weights in their own dtype, in which the sum of many parts may stop growing.
+
+A part may be dispatched while the one before it is computed (`Ahead`), forward and
+backward. Then what has arrived goes from one round of the loop to the next.
 """
 
 from __future__ import annotations
@@ -26,8 +29,28 @@ from jax_ep._transport.base import Token
 
 # (trained, frozen, tokens of a part, sent) -> (results by token, counts). Counts are
 # integers, which are added up over parts. Results must be linear in the sums of
-# combine: without `sent`, in the backward pass, these are not exchanged.
-Part = Callable[[Any, Any, Any, bool], tuple[Any, Any]]
+# combine: without `sent`, in the backward pass, these are not exchanged. With an
+# `Ahead` the fifth argument is the part's dispatch, which `resume` has returned.
+Part = Callable[..., tuple[Any, Any]]
+
+
+class Ahead(NamedTuple):
+    """How a part is dispatched while the one before it is computed.
+
+    These functions close over no arrays.
+
+    Attributes:
+        send: (frozen, tokens of a part) -> a pending dispatch.
+        receive: a pending dispatch -> what has arrived, a pytree.
+        resume: (frozen, tokens of a part, what has arrived) -> the part's dispatch,
+            which it does not make again, as a function of the tokens.
+        only_if: (tokens of a part, bool) -> the same, which send nothing if False.
+    """
+
+    send: Callable[[Any, Any], Any]
+    receive: Callable[[Any], Any]
+    resume: Callable[[Any, Any, Any], Any]
+    only_if: Callable[[Any, jax.Array], Any]
 
 
 class Given(NamedTuple):
@@ -50,6 +73,7 @@ def in_parts(
     tokens: Any,
     count: int,
     wide: Collection[str] = (),
+    ahead: Ahead | None = None,
 ) -> tuple[Any, Any]:
     """Returns the results and counts of `part` over all tokens.
 
@@ -62,6 +86,7 @@ def in_parts(
         count: the number of parts.
         wide: keys of `given.trained`, a mapping, of what `part` takes in float32 as
             well, with gradients that are not rounded before they are added up.
+        ahead: how to dispatch the next part beside each one; None to do it after.
     """
     stacked = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tokens)
     # With the cast here gradients are summed over ranks once, not for each part.
@@ -71,10 +96,11 @@ def in_parts(
     dtypes = jax.tree.map(_own_of, given.trained)
     for name in set(wide) & set(given.trained if wide else ()):
         dtypes[name] = jax.tree.map(_wide_of, given.trained[name])
-    forward, closed = _traced(ep, part, given, stacked, dtypes, sent=True)
-    again, closed_again = _traced(ep, part, given, stacked, dtypes, sent=False)
+    traced = functools.partial(_traced, ep, part, ahead, given, stacked, dtypes)
+    forward, closed = traced(sent=True)
+    again, closed_again = traced(sent=False)
     operands = _Operands(given, closed, closed_again, stacked)
-    results, counts = _loop(function)(ep, operands, _Programs(forward, again))
+    results, counts = _loop(function)(ep, operands, _Programs(forward, again, ahead))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results), counts
 
 
@@ -108,11 +134,17 @@ class _Program:
         self.jaxpr, self.form, self.dtypes = jaxpr, form, dtypes
 
     def __call__(
-        self, trained: Any, frozen: Any, closed: Any, one: Any, after: Token
+        self,
+        trained: Any,
+        frozen: Any,
+        closed: Any,
+        one: Any,
+        after: Token,
+        arrived: Any,
     ) -> Any:
         """Returns results, counts and the token for the next part."""
         cast = jax.tree.map(lambda a, dtype: a.astype(dtype), trained, self.dtypes)
-        leaves = jax.tree.leaves((cast, frozen, one, after))
+        leaves = jax.tree.leaves((cast, frozen, one, after, arrived))
         found = eval_jaxpr(self.jaxpr, closed, *leaves)
         return jax.tree.unflatten(self.form, found)
 
@@ -122,6 +154,7 @@ class _Programs(NamedTuple):
 
     forward: _Program
     again: _Program
+    ahead: Ahead | None
 
 
 def _own_of(leaf: jax.Array) -> Any:
@@ -133,16 +166,28 @@ def _wide_of(leaf: jax.Array) -> Any:
 
 
 def _traced(
-    ep: EPHandle, part: Part, given: Given, stacked: Any, dtypes: Any, *, sent: bool
+    ep: EPHandle,
+    part: Part,
+    ahead: Ahead | None,
+    given: Given,
+    stacked: Any,
+    dtypes: Any,
+    *,
+    sent: bool,
 ) -> tuple[_Program, list[Any]]:
     """Returns the program of a part, and the arrays that it closes over."""
     form: Any = None
 
-    def run(trained: Any, frozen: Any, one: Any, after: Token) -> Any:
+    def run(trained: Any, frozen: Any, one: Any, after: Token, arrived: Any) -> Any:
         nonlocal form
-        (results, counts), done = ordering.mapped(
-            ep, after, lambda: part(trained, frozen, one, sent)
-        )
+
+        def call() -> Any:
+            if ahead is None:
+                return part(trained, frozen, one, sent)
+            dispatched = ahead.resume(frozen, one, arrived)
+            return part(trained, frozen, one, sent, dispatched)
+
+        (results, counts), done = ordering.mapped(ep, after, call)
         leaves, form = jax.tree.flatten((results, counts, done))
         return leaves
 
@@ -154,9 +199,11 @@ def _traced(
             if ordering.in_order(ep):
                 token = jnp.zeros(1, jnp.int32)
                 after = vary_alike(ep.mesh.axis_names, axes, token)
-            return trained, given.frozen, one, after
+            arrived, _ = _first(ep, ahead, given.frozen, stacked, after)
+            return trained, given.frozen, one, after, arrived
 
-        return jax.eval_shape(made)
+        with ordering.apart(ep):
+            return jax.eval_shape(made)
 
     axes = frozenset().union(*map(varying, jax.tree.leaves(stacked)))
     with ordering.apart(ep):
@@ -175,19 +222,82 @@ def _axes_of(token: Any) -> frozenset[str]:
     return frozenset(getattr(kind, "varying", None) or ())
 
 
+def _first(
+    ep: EPHandle, ahead: Ahead | None, frozen: Any, stacked: Any, after: Token
+) -> tuple[Any, Token]:
+    """Dispatches the first part, if parts are dispatched ahead."""
+    if ahead is None:
+        return None, after
+    send, receive = ahead.send, ahead.receive
+    one = _at(stacked, 0)
+    return ordering.mapped(ep, after, lambda: receive(send(frozen, one)))
+
+
+def _at(stacked: Any, index: Any) -> Any:
+    def pick(array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+    return jax.tree.map(pick, stacked)
+
+
+def _beside(
+    ahead: Ahead | None,
+    frozen: Any,
+    stacked: Any,
+    index: jax.Array,
+    arrived: Any,
+    work: Callable[[Any], Any],
+) -> tuple[Any, Any]:
+    """Returns `work(arrived)`, and what has arrived of the next part meanwhile."""
+    if ahead is None:
+        return work(None), None
+    last = jax.tree.leaves(stacked)[0].shape[0] - 1
+    # The last part has none after it, and the exchange of nothing costs less than a
+    # second program.
+    following = _at(stacked, jnp.minimum(index + 1, last))
+    following = ahead.only_if(following, index < last)
+    # Without barriers XLA may run the second half first, and nothing overlaps.
+    pending = ahead.send(frozen, following)
+    pending, arrived = jax.lax.optimization_barrier((pending, arrived))
+    found = work(arrived)
+    # The results of a barrier vary over the axes of all its operands.
+    pending, _ = jax.lax.optimization_barrier((pending, found))
+    return found, ahead.receive(pending)
+
+
 def _run(
     ep: EPHandle, programs: _Programs, operands: _Operands, after: Token
 ) -> tuple[Any, Token]:
     given, closed, _, stacked = operands
-    program = programs.forward
+    program, _, ahead = programs
+    first, after = _first(ep, ahead, given.frozen, stacked, after)
     after = _varied(ep, program, after)
 
-    def body(after: Token, one: Any) -> Any:
-        *found, done = program(*given, closed, one, after)
-        return done, tuple(found)
+    def body(carry: Any, xs: Any) -> Any:
+        after, arrived = carry
+        index, one = xs
 
-    done, (results, counts) = jax.lax.scan(body, after, stacked)
+        def work(arrived: Any) -> Any:
+            before = ordering.last(ep, after)
+            *found, done = program(*given, closed, one, before, arrived)
+            # The program was traced elsewhere, so this trace does not know its calls.
+            ordering.passed(ep, done)
+            return tuple(found)
+
+        (found, arrived), done = ordering.mapped(
+            ep,
+            after,
+            lambda: _beside(ahead, given.frozen, stacked, index, arrived, work),
+        )
+        return (_varied(ep, program, done), arrived), found
+
+    xs = _indices(stacked), stacked
+    (done, _), (results, counts) = jax.lax.scan(body, (after, first), xs)
     return (results, _summed(counts)), done
+
+
+def _indices(stacked: Any) -> jax.Array:
+    return jnp.arange(jax.tree.leaves(stacked)[0].shape[0], dtype=jnp.int32)
 
 
 def _summed(counts: Any) -> Any:
@@ -230,38 +340,45 @@ def _run_back(
 ) -> tuple[Any, Token]:
     """Returns the cotangents of (`trained`, `closed_again`) and of `stacked`."""
     (given, _, closed, stacked), cotangents = args
-    program = programs.again
+    program, ahead = programs.again, programs.ahead
     weights, others = _apart((given.trained, closed))
     rows, indices = _apart(stacked)
+    first, after = _first(ep, ahead, given.frozen, stacked, after)
     after = _varied(ep, program, after)
 
     def body(carry: Any, xs: Any) -> Any:
-        after, sums = carry
-        one, index, cotangent = xs
+        after, sums, arrived = carry
+        at, one, index, cotangent = xs
 
-        def forward(wide: Any, one: Any) -> Any:
-            trained, consts = _joined(wide, others)
-            consts = [
-                a.astype(like.dtype) for a, like in zip(consts, closed, strict=True)
-            ]
-            tokens = _joined(one, index)
-            results, _, done = program(trained, given.frozen, consts, tokens, after)
-            return results, done
+        def work(arrived: Any) -> Any:
+            before = ordering.last(ep, after)
 
-        def call() -> Any:
+            def forward(wide: Any, one: Any) -> Any:
+                trained, consts = _joined(wide, others)
+                consts = [
+                    a.astype(like.dtype) for a, like in zip(consts, closed, strict=True)
+                ]
+                tokens = _joined(one, index)
+                results, _, done = program(
+                    trained, given.frozen, consts, tokens, before, arrived
+                )
+                return results, done
+
             wide = jax.tree.map(lambda a: a.astype(_wide_of(a)), weights)
             _, back, done = jax.vjp(forward, wide, one, has_aux=True)
             # Its program was traced elsewhere, so this trace does not know its calls.
             ordering.passed(ep, done)
             return back(cotangent)
 
-        (to_weights, to_one), done = ordering.mapped(ep, after, call)
+        ((to_weights, to_one), arrived), done = ordering.mapped(
+            ep, after, lambda: _beside(ahead, given.frozen, stacked, at, arrived, work)
+        )
         done = _varied(ep, program, done)
-        return (done, jax.tree.map(jnp.add, sums, to_weights)), to_one
+        return (done, jax.tree.map(jnp.add, sums, to_weights), arrived), to_one
 
     zeros = jax.tree.map(lambda a: jnp.zeros_like(a, dtype=_wide_of(a)), weights)
-    xs = rows, indices, cotangents
-    (done, sums), to_rows = jax.lax.scan(body, (after, zeros), xs)
+    xs = _indices(stacked), rows, indices, cotangents
+    (done, sums, _), to_rows = jax.lax.scan(body, (after, zeros, first), xs)
     to_weights = jax.tree.map(lambda a, like: a.astype(like.dtype), sums, weights)
     return (to_weights, to_rows), done
 

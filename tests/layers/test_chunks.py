@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import experts
-from support import call_order, helpers, moe_dense
+from support import call_order, gpus, helpers, moe_dense
 from support.call_order import mesh as mesh
 from support.errors import raises
 from support.moe_ffn import config, param_specs
@@ -50,6 +50,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "identity": ({"num_identity_experts": 3}, {}),
     "given ids": ({"topk_ids": True}, {}),
     "mxfp8": ({}, {"dispatch_format": "mxfp8", "hidden_size": 32}),
+    "copied": ({}, {"overlap": "copy"}),
+    "on a stream": ({}, {"overlap": "stream"}),
+    "mxfp8, copied": (
+        {},
+        {"dispatch_format": "mxfp8", "hidden_size": 32, "overlap": "copy"},
+    ),
 }
 
 
@@ -162,6 +168,54 @@ def test_few_tokens_are_one_chunk():
         return jax.jit(run).lower(params, x).as_text()
 
     assert text(chunks=CHUNKS) == text() == text(chunks=1)
+
+
+@pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
+def test_the_next_dispatch_runs_beside_the_experts(overlap):
+    """Barriers keep the experts between its halves, forward and backward."""
+    gpus.require_stream(overlap, helpers.TRANSPORT)
+    mesh = helpers.make_mesh(helpers.some_ranks(2))
+    ep, params = helpers.make_ep(mesh, config(overlap=overlap)), moe_dense.params()
+    x = jnp.zeros((CHUNKS * T * mesh.size, HIDDEN))
+
+    def product(rows, gate_up, down, sizes):
+        return rows @ gate_up[0, :, 0] @ down[0]
+
+    def body(params, x):
+        how = {"experts": product, "chunks": CHUNKS}
+        return jax_ep.moe_ffn(ep, x, params, **how)[0]
+
+    specs = (param_specs(params, None), P("ep"))
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+    grad = jax.grad(lambda params, x: jnp.sum(run(params, x)))
+    order = ["product"] if overlap == "sm" else ["barrier", "product", "barrier"]
+    found = list(loops(jax.make_jaxpr(grad)(params, x).jaxpr))
+    assert [kinds(body) for body in found] == [order, order]
+
+
+def loops(jaxpr):
+    """The bodies of loops over chunks."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == CHUNKS:
+            yield eqn.params["jaxpr"].jaxpr
+            continue
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from loops(inner)
+
+
+def kinds(jaxpr):
+    """What follows what in the body of a loop."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            found.append("barrier")
+        elif "dot_general" in str(eqn) and found[-1:] != ["product"]:
+            found.append("product")
+    return found
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
