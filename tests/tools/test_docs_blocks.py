@@ -32,6 +32,7 @@ RUN = {
     ("README.md", "python"): 2,  # test_readme.py
     ("docs/cluster.md", "bash"): 1,  # here, as all below
     ("docs/cluster.md", "python"): 2,
+    ("docs/determinism.md", "python"): 1,
     ("docs/extending.md", "cpp"): 2,
     ("docs/formats.md", "python"): 3,
     ("docs/fp8.md", "python"): 3,
@@ -51,6 +52,8 @@ RUN = {
     ): 5,  # and test_export, test_remat, test_saved_pytrees
     ("docs/start.md", "bash"): 1,  # test_doctor.py
     ("docs/start.md", "python"): 3,
+    ("docs/tutorial.md", "bash"): 1,
+    ("docs/tutorial.md", "python"): 11,
 }
 # Fences without a language: commands for developers, a formula, an error; not run.
 PLAIN = {"CONTRIBUTING.md": 2, "docs/formats.md": 1, "docs/start.md": 1}
@@ -285,6 +288,39 @@ def test_fp8_page(quick_compiles):
     names["ep"].close()
 
 
+@pytest.mark.slow
+def test_tutorial_page(quick_compiles, tmp_path, monkeypatch):
+    """Trains, saves, restores on another mesh and decodes."""
+    for name in ("flax", "optax", "orbax.checkpoint"):
+        pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "tutorial"}
+    exec("\n".join(python_blocks("docs/tutorial.md")), names)
+    assert names["curve"][0] > 5
+    assert names["curve"][-1] < 0.2
+    assert names["served"].blocks[0].moe.ep.ep_size == names["serving"].size
+    for layer in ("down", "router"):
+        found, want = (
+            np.asarray(getattr(names[name].blocks[0].moe, layer)[...])
+            for name in ("served", "model")
+        )
+        np.testing.assert_array_equal(found, want)
+    days = "mon tue wed thu fri sat sun " * 3
+    right = [answer in days for answer in names["answers"]]
+    assert np.mean(right) >= 0.75
+    assert {len(answer) for answer in names["answers"]} == {names["LENGTH"]}
+    assert names["same"] >= 0.5
+
+
+def test_determinism_page():
+    """With XLA's optimisations, which might give other shapes other code."""
+    names: dict = {}
+    exec("\n".join(python_blocks("docs/determinism.md")), names)
+    if jax.default_backend() == "cpu":
+        np.testing.assert_array_equal(names["generated"], names["trained"][[40, 7, 21]])
+    assert np.abs(names["trained"]).max() > 1
+
+
 def test_recipes_page(quick_compiles):
     """Each block asserts what it shows."""
     names: dict = {}
@@ -354,9 +390,10 @@ def test_extending_page(tmp_path):
 def test_extras_that_pages_install_are_there():
     text = pathlib.Path(ROOT / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    commands = blocks("docs/layers.md", "bash") + blocks("README.md", "bash")
+    pages = ("docs/layers.md", "docs/tutorial.md", "README.md")
+    commands = [command for page in pages for command in blocks(page, "bash")]
     named = [re.findall(r"\[(\w+)\]", command) for command in commands]
-    assert [len(each) for each in named] == [1, 1, 1]
+    assert [len(each) for each in named] == [1, 1, 1, 1]
     assert {each for (each,) in named} <= set(extras)
 
 
