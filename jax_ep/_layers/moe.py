@@ -308,7 +308,8 @@ def _part(
     params = params if codes is None else {**params, "experts": codes}
     residual, fused = given.residual, config.fused_shared_expert
     beside = None if tp_axis else residual
-    tokens = _sent_of(ep, tp_axis, given)
+    varied = _along(ep, tp_axis, given)
+    tokens = _sent_of(ep, varied)
     case = interface.Case(ep.mesh.local_devices[0], config.dtype)
     reads_tail = run.reads_tail(case)
     zero_tail = config.zero_tail and reads_tail
@@ -332,7 +333,8 @@ def _part(
         if beside is not None:
             beside = columns.scatter(jnp.asarray(beside), tp_axis)
     how = combining.How(zero_tail=reads_tail, sent=sent)
-    y = combining.combine_routed(ep, rows, d.route, d.router_weights, beside, how=how)
+    factors = varied.weights if config.reduce == "source" else d.router_weights
+    y = combining.combine_routed(ep, rows, d.route, factors, beside, how=how)
     counts = (d.expert_counts, d.num_dropped, d.num_invalid)
     if tp_axis:
         # Unless scattered, sums after combine: n rows are sent, not the experts' N.
@@ -342,18 +344,23 @@ def _part(
     return y, (counts[0][1:] if fused else counts[0], *counts[1:])
 
 
+def _along(ep: EPHandle, tp_axis: str | None, given: _PerToken) -> _PerToken:
+    """Returns the tokens, of which those that are sent vary along the axis, if any."""
+    if tp_axis is None:
+        return given
+    # Their gradients differ along the axis. With the cast here, they are summed for n
+    # tokens; with a cast at the experts' weights, for N rows.
+    order, least = ep.mesh.axis_names, frozenset((tp_axis,))
+    x, ids, weights = vary_alike(order, least, given.x, given.ids, given.weights)
+    return given._replace(x=x, ids=ids, weights=weights)
+
+
 def _sent_of(
-    ep: EPHandle, tp_axis: str | None, given: _PerToken
-) -> tuple[EPHandle, jax.Array, jax.Array, jax.Array]:
+    ep: EPHandle, given: _PerToken
+) -> tuple[EPHandle, jax.Array, jax.Array, jax.Array | None]:
     """Returns the handle and the first operands of a dispatch of these tokens."""
-    operands: Any = (given.x, given.ids, given.weights)
-    if tp_axis:
-        # Their gradients differ along the axis. With the cast here, they are summed
-        # for n tokens; with a cast at the experts' weights, for N rows.
-        order, least = ep.mesh.axis_names, frozenset((tp_axis,))
-        operands = vary_alike(order, least, *operands)
-    x, ids, weights = operands
-    return ep, x, ids, weights
+    weights = None if ep.config.reduce == "source" else given.weights
+    return ep, given.x, given.ids, weights
 
 
 def _ahead(ep: EPHandle, tp_axis: str | None) -> parts.Ahead | None:
@@ -363,12 +370,12 @@ def _ahead(ep: EPHandle, tp_axis: str | None) -> parts.Ahead | None:
         return None
 
     def send(frozen: Any, given: _PerToken) -> Any:
-        tokens, input_scale = _sent_of(ep, tp_axis, given), frozen[1]
-        return dispatching.dispatch_async(*tokens, input_scale=input_scale)
+        tokens = _sent_of(ep, _along(ep, tp_axis, given))
+        return dispatching.dispatch_async(*tokens, input_scale=frozen[1])
 
     def resume(frozen: Any, given: _PerToken, d: Dispatched) -> Dispatched:
-        tokens, input_scale = _sent_of(ep, tp_axis, given), frozen[1]
-        return dispatching.resumed(*tokens, input_scale=input_scale, d=d)
+        tokens = _sent_of(ep, _along(ep, tp_axis, given))
+        return dispatching.resumed(*tokens, input_scale=frozen[1], d=d)
 
     def only_if(given: _PerToken, real: jax.Array) -> _PerToken:
         return given._replace(ids=jnp.where(real, given.ids, -1))
@@ -505,7 +512,7 @@ def _dispatch_beside(
     ep: EPHandle,
     tokens: jax.Array,
     ids: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | None,
     input_scale: ArrayLike | None,
     given: tuple[jax.Array, Mapping[str, Any], Any],
     zero_tail: bool,

@@ -169,12 +169,12 @@ def require_chunks(function: str, value: Any) -> None:
 
 def require_mode(function: str, config: EPConfig) -> None:
     """Raises unless `config` lets combine return the layer's result."""
-    if config.reduce != "rank":
+    if config.reduce == "none":
         raise errors.invalid(
             function,
-            'the config must have reduce="rank"',
+            'the config must have reduce="rank" or "source"',
             repr(config.reduce),
-            "call dispatch and combine yourself for other kinds of reduce",
+            "call dispatch and combine yourself to get each expert's rows",
         )
     if config.skip_a2a:
         raise errors.invalid(

@@ -184,7 +184,7 @@ def resumed(
     ep: EPHandle,
     tokens: jax.Array,
     topk_ids: jax.Array,
-    router_weights: jax.Array,
+    router_weights: jax.Array | None,
     *,
     input_scale: Any,
     d: Dispatched,
@@ -193,7 +193,8 @@ def resumed(
     arguments = (tokens, topk_ids, router_weights, input_scale, None)
     inputs = _checked("dispatch", ep, *arguments)
     with checks.calling("dispatch"):
-        return _RESUMED(ep, (inputs, d), static=_Given(True, False))
+        given = _Given(router_weights is not None, False)
+        return _RESUMED(ep, (inputs, d), static=given)
 
 
 def _of_tokens(dtype: Any) -> str | None:

@@ -1,12 +1,17 @@
 // Results that share an operand's memory, as jax.ffi.ffi_call(input_output_aliases=...) makes them:
 // whatever the contents, no call touches anything outside of its buffers (AddressSanitizer), and
 // routes are the same as without sharing.
+#include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "check.h"
-#include "fuzz/calls_fuzz.cc"
+#include "cpu/steps.h"
+#include "formats/bf16.h"
+#include "fuzz/calls_fuzz.h"
+#include "protocol/layout.h"
 #include "protocol/routing.h"
 
 namespace jax_ep::ffi_layer {

@@ -50,6 +50,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "identity": ({"num_identity_experts": 3}, {}),
     "given ids": ({"topk_ids": True}, {}),
     "mxfp8": ({}, {"dispatch_format": "mxfp8", "hidden_size": 32}),
+    "at the source": ({}, {"reduce": "source"}),
+    "fused, at the source, copied": (
+        {},
+        {"fused_shared_expert": True, "reduce": "source", "overlap": "copy"},
+    ),
     "copied": ({}, {"overlap": "copy"}),
     "on a stream": ({}, {"overlap": "stream"}),
     "mxfp8, copied": (

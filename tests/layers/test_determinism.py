@@ -168,15 +168,18 @@ def test_a_token_among_others(experts: Any) -> None:
         assert_same(found[where >= 0], want[where[where >= 0]])
 
 
-def whole_layer(ranks: int, given: Any, **options: Any) -> np.ndarray:
+def whole_layer(
+    ranks: int, given: Any, reduce: str = "rank", **options: Any
+) -> np.ndarray:
     """Runs `moe_ffn` with its routing given."""
     mesh = helpers.make_mesh(ranks)
     config = helpers.make_config(
         num_experts=EXPERTS,
         top_k=TOP_K,
         hidden_size=HIDDEN,
-        max_tokens_per_rank=TOKENS // ranks // options.get("chunks", 1),
+        max_tokens_per_rank=len(given[0]) // ranks // options.get("chunks", 1),
         dtype=given[0].dtype.name,
+        reduce=reduce,
     )
 
     def body(own: Any, tokens: Any, ids: Any, weights: Any) -> Any:
@@ -199,3 +202,12 @@ def test_moe_ffn_on_the_same_ranks() -> None:
     for chunks in (1, 2):
         found = whole_layer(ranks, other, chunks=chunks)
         assert_same(found[where >= 0], want[where[where >= 0]])
+
+
+def test_moe_ffn_on_any_number_of_ranks() -> None:
+    given, most = batch(1, "float32"), helpers.some_ranks(MOST)
+    other, where = elsewhere(given)
+    want = whole_layer(1, given, "source")
+    assert_same(whole_layer(most, given, "source"), want)
+    found = whole_layer(min(most, 2), other, "source", chunks=2)
+    assert_same(found[where >= 0], want[where[where >= 0]])

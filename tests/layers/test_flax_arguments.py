@@ -176,7 +176,7 @@ def test_dtype_of_parameters(kind):
             {"config_options": {"fused_shared_expert": True}},
             "must be intermediate_size",
         ),
-        ({"config_options": {"reduce": "source"}}, 'reduce="rank"'),
+        ({"config_options": {"reduce": "none"}}, 'reduce="rank"'),
         ({"config_options": {"skip_a2a": True}}, "skip_a2a"),
     ],
 )

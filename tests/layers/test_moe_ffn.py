@@ -32,8 +32,8 @@ MESHES = {
 }
 
 
-def compare(mesh, router, *, bias=False, masked=False, seed=0):
-    ep = helpers.make_ep(mesh, config())
+def compare(mesh, router, *, bias=False, masked=False, seed=0, **changes):
+    ep = helpers.make_ep(mesh, config(**changes))
     params = moe_dense.params(seed, bias=bias, logit_bias=True)
     count = N * mesh.size // mesh.shape.get("tp", 1)
     rng = np.random.default_rng(seed)
@@ -87,6 +87,12 @@ def test_routers_against_the_dense_formula(router):
 def test_meshes_against_the_dense_formula(sizes):
     mesh = helpers.make_mesh(helpers.fit(sizes))
     compare(mesh, Router(), masked=True, seed=1)
+
+
+@pytest.mark.parametrize("sizes", [MESHES["ep"], MESHES["ep x tp"]], ids=str)
+def test_sums_at_the_source(sizes):
+    mesh = helpers.make_mesh(helpers.fit(sizes))
+    compare(mesh, Router(), masked=True, seed=1, reduce="source")
 
 
 def test_routing_of_ones_own_and_residual():

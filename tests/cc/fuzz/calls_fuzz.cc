@@ -13,7 +13,8 @@
 #include "cpu/mixed_calls.h"
 #include "ffi/cpu_handlers.cc"  // its Start, which no header shows
 #include "ffi_calls.h"
-#include "input.h"
+#include "fuzz/calls_fuzz.h"
+#include "fuzz/input.h"
 
 namespace jax_ep::ffi_layer {
 namespace {
@@ -303,12 +304,6 @@ void EqualiseTags(const Step& step, const CustomCall& call) {
   }
 }
 
-// The part of an input's first byte that does not choose the call.
-struct How {
-  int64_t alias;  // the pair of operand and result that share memory, 0 for none
-  bool mixed;     // the regions keep the tags of the input
-};
-
 template <typename Decoded>
 int64_t RunCall(FuzzInput& input, const How& how) {
   const FuzzSizes sizes(input);
@@ -335,7 +330,8 @@ int64_t RunCall(FuzzInput& input, const How& how) {
   return pairs;
 }
 
-// Runs the call with this number.
+}  // namespace
+
 int64_t RunNumbered(FuzzInput& input, int64_t number, const How& how) {
   switch (number) {
     case 0:
@@ -357,7 +353,6 @@ int64_t RunNumbered(FuzzInput& input, int64_t number, const How& how) {
   }
 }
 
-}  // namespace
 }  // namespace jax_ep::ffi_layer
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
