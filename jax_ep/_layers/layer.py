@@ -172,7 +172,9 @@ class Layer(Arguments):
 
     def __post_init__(self) -> None:
         """Checks everything that does not need arrays."""
-        moe_checks.require_choices(self.function, self.router or None, self.experts)
+        moe_checks.require_choices(
+            self.function, None if self.router is False else self.router, self.experts
+        )
         remedy = "leave it out for experts with a gate"
         gate = self.gated_linear_unit
         moe_checks.require_type(
