@@ -21,7 +21,15 @@ TRANSPORTS = ("p2p", "collective", "ragged")
 GRAPHS = "--xla_gpu_graph_min_graph_size=1"
 # XLA's flags, and (updates of ragged.py, label) measured with them.
 RAGGED = (
-    ("", (("rank", "default"), ("expert", "update an expert"))),
+    (
+        "",
+        (
+            ("rank", "default"),
+            ("expert", "update an expert"),
+            ("1/8 rank", "update 1/8 rank"),
+            ("1/32 rank", "update 1/32 rank"),
+        ),
+    ),
     (
         "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true",
         (("rank", "decomposer"),),

@@ -5,6 +5,7 @@ shard_map. Every (token, k) is sent as a separate row; weights are applied at th
 source, so they are not sent. `updates` says what one piece of the exchange is:
 
 * "rank": all rows for a rank. They arrive by source and are regrouped by expert.
+* "1/8 rank", "1/32 rank": the same rows, in up to as many parts of equal size.
 * "expert": the rows for one expert, sent to their place among that expert's rows.
 
 Either way dispatch returns jax_ep's order of rows. Ids must be in [0, E), and all rows
@@ -28,7 +29,9 @@ from jax import lax
 
 from jax_ep._core import pytrees
 
-UPDATES = ("rank", "expert")
+# How many parts the rows for a rank are sent in.
+_PARTS = {"rank": 1, "1/8 rank": 8, "1/32 rank": 32}
+UPDATES = (*_PARTS, "expert")
 Exchange = Callable[..., jax.Array]
 
 
@@ -141,18 +144,33 @@ def _regroup(sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.clip(moved, 0, rows - 1).astype(jnp.int32)
 
 
+def _in_parts(sizes: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Returns where the parts of blocks begin in them, and their sizes, [..., parts]."""
+    most = -(-sizes[..., None] // parts)
+    starts = jnp.minimum(jnp.arange(parts) * most, sizes[..., None])
+    return starts, jnp.minimum(most, sizes[..., None] - starts)
+
+
 def _exchanges(counts: jax.Array, me: jax.Array, updates: str) -> tuple[Any, Any]:
     """Returns the arguments of both exchanges, given counts by (source, expert)."""
     ranks, experts = counts.shape
     local = experts // ranks
     mine = lax.dynamic_slice_in_dim(counts, me * local, local, axis=1)
-    if updates == "rank":
+    if updates in _PARTS:
         sizes = counts.reshape(ranks, ranks, local).sum(2)
-        send, receive = sizes[me], sizes[:, me]
-        at_source = _starts(sizes, 1)
-        at_expert = _starts(sizes, 0)
-        there = (at_source[me], send, at_expert[me], receive)
-        return there, (at_expert[:, me], receive, at_source[:, me], send)
+        at_source, at_expert = _starts(sizes, 1), _starts(sizes, 0)
+        passed, sizes = _in_parts(sizes, _PARTS[updates])
+        at_source, at_expert = (at[..., None] + passed for at in (at_source, at_expert))
+
+        def sent(at: jax.Array) -> jax.Array:
+            return at[me].reshape(-1)
+
+        def received(at: jax.Array) -> jax.Array:
+            return at[:, me].reshape(-1)
+
+        there = (sent(at_source), sent(sizes), sent(at_expert), received(sizes))
+        back = received(at_expert), received(sizes), received(at_source), sent(sizes)
+        return there, back
     send, receive = counts[me], mine.reshape(-1)
     totals = counts.sum(0).reshape(ranks, local)
     at_source = _starts(counts, 1)
@@ -191,7 +209,7 @@ def dispatch(
     local = experts // all_counts.shape[0]
     mine = lax.dynamic_slice_in_dim(all_counts, me * local, local, axis=1)
     grouped = arrived = None
-    if updates == "rank":
+    if updates != "expert":
         grouped, arrived = _regroup(mine, rows), _regroup(mine.T, rows)
         received = gather(received, grouped, arrived[:, None])
     way = Way(order, place_of, there, back, grouped, arrived)
