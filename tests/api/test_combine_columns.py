@@ -18,6 +18,8 @@ import jax_ep
 from support import helpers, moe, options, oracle
 from support.errors import check_form, raises
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 N, RANKS = 6, 4
 
 

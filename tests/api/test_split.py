@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers, moe, options, quantized, remat
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 MODES = pytest.mark.parametrize("mode", ["plain", *options.MODES])
 
 
@@ -49,6 +51,7 @@ def setup(mode: str, **changes: Any) -> moe.Setup:
     return with_halves(1, 4, **options.MODES.get(mode, {}), **changes)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128", "nvfp4"])
 @MODES
 def test_same_bits(mode: str, name: str) -> None:

@@ -16,6 +16,8 @@ import jax_ep
 from jax_ep.router import Router, route
 from support import helpers
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 N, HIDDEN, EXPERTS = 8, 16, 24
 
 

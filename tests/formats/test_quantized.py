@@ -31,6 +31,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("routing", ["random", "invalid"])
 @each_format

@@ -16,6 +16,8 @@ import jax_ep
 from support import helpers, moe, quantizer
 from support.quantized_grads import HIDDEN, cotangents, handle, pulled
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 QUANTIZED = tuple(quantizer.BLOCKS)
 bare = object()
 each_format = pytest.mark.parametrize("name", QUANTIZED)

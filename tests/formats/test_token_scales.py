@@ -24,6 +24,8 @@ from support.errors import check_form, raises
 from support.quantized import check, codes_of, config_of, each_format
 from support.quantized_grads import HIDDEN
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "float32": {"dtype": "float32", "recv_capacity": 9, "zero_tail": False},

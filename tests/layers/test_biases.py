@@ -15,6 +15,8 @@ from jax_ep._experts import grouped
 from support import helpers
 from support.grouped_kernels import skip_without_hopper
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # A sum of bfloat16 values near 1 that is kept in bfloat16 stops at 256.
 SIZES, N = (2000, 0, 1500), 3600
 H, F = 64, 32

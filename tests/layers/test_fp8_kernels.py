@@ -328,6 +328,7 @@ ROWS_IN_GROUPS = [
 ]
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("amax", [0.0, 1e-30, 1e-10, 3.0])
 @pytest.mark.parametrize(("sizes", "count"), ROWS_IN_GROUPS)
@@ -760,6 +761,7 @@ def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
     helpers.assert_bits(found, want)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(512, 256), (384, 256), (128, 256), (512, 128), (128, 128)]

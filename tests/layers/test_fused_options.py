@@ -17,6 +17,8 @@ from jax_ep import experts
 from support import grouped_kernels
 from support.grouped_kernels import group_masks
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SIZES, COUNT, H, F = (10, 0, 70, 1), 100, 72, 40
 CLAMPED = experts.swiglu_clamped(1.702, 0.75)
 # One that is known by name, and one that is traced between the products.
@@ -113,9 +115,22 @@ def distance(found: Any, wanted: Any) -> float:
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("biases", [BIASES, BIASES[:1], ()], ids=str)
+# Each activation with all biases and two arrays; other combinations are thorough.
+COMBINATIONS = [
+    pytest.param(
+        name,
+        biases,
+        pair,
+        marks=[] if biases == BIASES and pair else pytest.mark.thorough,
+        id=f"{name}-{len(biases)} biases-{'two arrays' if pair else 'one array'}",
+    )
+    for name in ACTIVATIONS
+    for biases in (BIASES, BIASES[:1], ())
+    for pair in (True, False)
+]
+
+
+@pytest.mark.parametrize(("name", "biases", "pair"), COMBINATIONS)
 def test_values_and_gradients(implementation, name, biases, pair):
     run, dtype, bound = implementation
     activation = ACTIVATIONS[name]
@@ -139,6 +154,7 @@ def test_values_and_gradients(implementation, name, biases, pair):
         assert distance(found, wanted[operand]) < 3 * bound, operand
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("name", ["swiglu_clamped", "geglu"])
 def test_second_derivatives(name, pair, monkeypatch):
@@ -167,6 +183,7 @@ def test_second_derivatives(name, pair, monkeypatch):
         assert distance(found[operand], want) < 0.1, operand
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["swiglu", "swiglu_clamped", "tanh"])
 def test_a_pair_gives_the_same_bits(implementation, name):
     """But of products that XLA orders, which differ by their columns."""

@@ -109,6 +109,7 @@ def test_rows_without_a_token_change_no_gradient(both: Any) -> None:
             np.testing.assert_array_equal(gradient[of], clean[name][of], err_msg=name)
 
 
+@pytest.mark.few(6)
 @each_way
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_stays_with_its_expert(both: Any, value: float) -> None:
@@ -126,6 +127,7 @@ def test_a_row_stays_with_its_expert(both: Any, value: float) -> None:
         np.testing.assert_array_equal(gradient[rest], clean[name][rest], err_msg=name)
 
 
+@pytest.mark.few(6)
 @each_way
 @pytest.mark.parametrize("name", ["gate_up", "down"])
 def test_a_weight_stays_with_its_expert(both: Any, name: str) -> None:

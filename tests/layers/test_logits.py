@@ -17,6 +17,8 @@ from jax_ep.router import Router
 from support import helpers, moe_dense
 from support.moe_ffn import N, config, expert_parallel
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROWS, HIDDEN, EXPERTS = 24, 96, 16
 # Relative to the sum of magnitudes: several float32 roundings. Two parts have 2^-16.
 NEAR = 2.0**-20

@@ -239,6 +239,7 @@ def test_moe_ffn(axes, case):
         assert np.sum(aux.expert_counts) == count
 
 
+@pytest.mark.few(5)
 @BY_KIND
 @BY_NAME
 def test_flax_layers(kind, case, shape):

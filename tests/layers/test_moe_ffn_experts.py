@@ -85,6 +85,7 @@ def of_dispatched(d: Any, gate_up: Any, down: Any, **options: Any) -> jax.Array:
     return jax_ep.experts.ragged_dot(rows, gate_up, down, d.group_sizes, **options)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("activation", [None, clipped])
 @pytest.mark.parametrize(
     ("experts", "sizes", "fields"),

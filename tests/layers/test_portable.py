@@ -13,6 +13,8 @@ import pytest
 from jax_ep import experts
 from support.grouped_kernels import group_masks
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ON_GPU = jax.default_backend() == "gpu"
 EXACT = 2**-19
 # Relative to the largest element, without those of TF32, which has 10 bits.
@@ -86,6 +88,7 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
     assert np.abs(found - wanted).max() <= bound * max(np.abs(wanted).max(), 1e-30)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [

@@ -23,6 +23,8 @@ from jax_ep._ops import router_choice
 from jax_ep.router import Router, route
 from support import helpers
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROUTERS = {
     "plain": Router(),
     "softmax as is": Router(normalize=False),
@@ -121,6 +123,7 @@ def test_equals_the_plain_router(
     assert_same(found, want)
 
 
+@pytest.mark.few(3)
 @BY_NAME
 def test_gradients(router: Router, calls: Any) -> None:
     """First and second gradients, and forward mode, equal the plain router's."""

@@ -1,13 +1,15 @@
 """A pytest plugin to run fewer tests, by drawing.
 
---percent draws test functions, and --cases draws cases of those that are left.
+--percent draws test functions, and --cases draws cases of those that are left. Of a
+function with the mark `few(n)` all cases but n, always the same ones, are thorough.
 """
 
 from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -48,9 +50,37 @@ def drawn(function: str, cases: Sequence, most: int, seed: str) -> list:
     return chance.sample(list(cases), min(most, len(cases)))
 
 
-# After -m and -k have left out cases.
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
+def by_function(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    found = collections.defaultdict(list)
+    for item in items:
+        found[function_of(item)].append(item)
+    return found
+
+
+def is_special(item: pytest.Item) -> bool:
+    """Whether a bare run leaves it out anyway, or needs a GPU for it."""
+    return any(map(item.get_closest_marker, ("slow", "thorough", "gpu")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list) -> Iterator[Any]:
+    for name, cases in by_function(items).items():
+        few = cases[0].get_closest_marker("few")
+        if few is None:
+            continue
+        common = [item for item in cases if not is_special(item)]
+        chosen = set(drawn(name.rpartition("/")[2], common, few.args[0], ""))
+        for item in common:
+            if item not in chosen:
+                item.add_marker("thorough")
+    result = yield
+    # After -m and -k have left out cases.
+    draw(config, items)
+    return result
+
+
+def draw(config: pytest.Config, items: list) -> None:
+    """Does what the options say."""
     kept = list(items)
     seed = config.getoption("--draw")
     if (percent := config.getoption("--percent")) is not None:
@@ -62,12 +92,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
             or is_drawn(function_of(item), percent, seed)
         ]
     if (most := config.getoption("--cases")) is not None:
-        functions = collections.defaultdict(list)
-        for item in kept:
-            functions[function_of(item)].append(item)
         chosen = {
             case
-            for name, cases in functions.items()
+            for name, cases in by_function(kept).items()
             for case in drawn(name, cases, most, seed)
         }
         kept = [item for item in kept if item in chosen]

@@ -48,7 +48,7 @@ def test_a_bare_run_leaves_out_the_thorough(words, left_out, processes) -> None:
 
 def collected(folder: pathlib.Path, *words: str) -> list[tuple[str, int]]:
     """Returns the names and numbers of the cases that pytest would run in `folder`."""
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = thorough")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = thorough\n  few")
     command = [sys.executable, "-m", "pytest", "-p", "support.parts", "--collect-only"]
     paths = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
     done = run_to_end([*command, "-q", *words], cwd=folder, env=paths)
@@ -112,3 +112,24 @@ def test_cases_are_of_what_is_selected(tmp_path) -> None:
         assert len(one) == len(other) == 8
         assert one != other
         assert min(one | other) >= 4
+
+
+FEW = """
+import pytest
+
+cases = [pytest.param(i, marks=pytest.mark.thorough) if i < 2 else i for i in range(9)]
+@pytest.mark.few(3)
+@pytest.mark.parametrize("case", cases)
+def test_few(case):
+    pass
+"""
+
+
+def test_all_but_few_cases_are_thorough(tmp_path) -> None:
+    (tmp_path / "test_it.py").write_text(FEW)
+    kept = collected(tmp_path, "-m", "not thorough")
+    assert len(kept) == 3
+    assert min(i for _, i in kept) >= 2
+    others = collected(tmp_path, "-m", "thorough")
+    assert sorted(kept + others) == [("test_few", i) for i in range(9)]
+    assert collected(tmp_path, "-m", "not thorough") == kept
