@@ -145,7 +145,7 @@ def _regroup(sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def _in_parts(sizes: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where the parts of blocks begin in them, and their sizes, [..., parts]."""
+    """Returns where the parts of blocks begin, and their sizes, both `[..., parts]`."""
     most = -(-sizes[..., None] // parts)
     starts = jnp.minimum(jnp.arange(parts) * most, sizes[..., None])
     return starts, jnp.minimum(most, sizes[..., None] - starts)
