@@ -365,7 +365,7 @@ def _sent_of(
 
 def _ahead(ep: EPHandle, tp_axis: str | None) -> parts.Ahead | None:
     """Returns how a part is dispatched beside another, where a GPU has two at once."""
-    if ep.config.overlap == "sm":
+    if ep.config.overlap == "sm" or ep.config.most_pending == 0:
         # A single kernel cannot be split, and XLA overlaps its exchanges by itself.
         return None
 

@@ -175,12 +175,16 @@ def test_few_tokens_are_one_chunk():
     assert text(chunks=CHUNKS) == text() == text(chunks=1)
 
 
-@pytest.mark.parametrize("overlap", ["sm", "copy", "stream"])
-def test_the_next_dispatch_runs_beside_the_experts(overlap):
+@pytest.mark.parametrize(
+    ("overlap", "pending"),
+    [("sm", None), ("copy", None), ("stream", None), ("copy", 0)],
+)
+def test_the_next_dispatch_runs_beside_the_experts(overlap, pending):
     """Barriers keep the experts between its halves, forward and backward."""
     gpus.require_stream(overlap, helpers.TRANSPORT)
     mesh = helpers.make_mesh(helpers.some_ranks(2))
-    ep, params = helpers.make_ep(mesh, config(overlap=overlap)), moe_dense.params()
+    made = config(overlap=overlap, pending_calls=pending)
+    ep, params = helpers.make_ep(mesh, made), moe_dense.params(shared=False)
     x = jnp.zeros((CHUNKS * T * mesh.size, HIDDEN))
 
     def product(rows, gate_up, down, sizes):
@@ -193,7 +197,8 @@ def test_the_next_dispatch_runs_beside_the_experts(overlap):
     specs = (param_specs(params, None), P("ep"))
     run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))
     grad = jax.grad(lambda params, x: jnp.sum(run(params, x)))
-    order = ["product"] if overlap == "sm" else ["barrier", "product", "barrier"]
+    split = overlap != "sm" and pending != 0
+    order = ["barrier", "product", "barrier"] if split else ["product"]
     found = list(loops(jax.make_jaxpr(grad)(params, x).jaxpr))
     assert [kinds(body) for body in found] == [order, order]
 
