@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,22 @@ class Param:
 
         The values depend only on the key, not on the mesh.
         """
+        sharding = NamedSharding(mesh, PartitionSpec(*self.spec))
+        explicit = AxisType.Explicit in mesh.axis_types
+
+        def make(key: jax.Array, dtype: Any) -> jax.Array:
+            if explicit and isinstance(key, Tracer):
+                # With explicit axes a sharding is part of the type. Inside a trace JAX
+                # would only compare out_shardings with it, so reshard.
+                return jax.sharding.reshard(self.draw(key, dtype), sharding)
+            return _drawing(self, sharding, jnp.dtype(dtype))(key)
+
+        return make
+
+    def draw(self, key: jax.Array, dtype: Any) -> jax.Array:
+        """Returns initial values."""
+        if self.zeros:
+            return jnp.zeros(self.shape, dtype)
         draw = jax.nn.initializers.variance_scaling(
             1.0,
             "fan_in",
@@ -56,21 +72,13 @@ class Param:
             out_axis=self.fan_out,
             batch_axis=self.batch,
         )
-        if self.zeros:
-            draw = jax.nn.initializers.zeros
-        sharding = NamedSharding(mesh, PartitionSpec(*self.spec))
+        return draw(key, self.shape, dtype)
 
-        explicit = AxisType.Explicit in mesh.axis_types
 
-        def make(key: jax.Array, dtype: Any) -> jax.Array:
-            place = partial(draw, shape=self.shape, dtype=dtype)
-            if explicit and isinstance(key, Tracer):
-                # With explicit axes a sharding is part of the type. Inside a trace JAX
-                # would only compare out_shardings with it, so reshard.
-                return jax.sharding.reshard(place(key), sharding)
-            return jax.jit(place, out_shardings=sharding)(key)
-
-        return make
+@functools.lru_cache(maxsize=256)
+def _drawing(param: Param, sharding: NamedSharding, dtype: Any) -> Any:
+    """Returns a program that draws, which equal parameters of all layers share."""
+    return jax.jit(lambda key: param.draw(key, dtype), out_shardings=sharding)
 
 
 class Sizes(NamedTuple):
