@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import formats
-from jax_ep._core import batching, calls, errors, operands
+from jax_ep._core import batching, calls, errors, operands, traces
 from jax_ep._core.arrays import as_array, cast_remedy
 from jax_ep._core.literals import WEIGHT_FORMATS, Format, WeightFormat
 from jax_ep._core.types import Dispatched
@@ -19,6 +21,7 @@ from jax_ep._experts import quantized as _quantized
 from jax_ep._experts.activations import Activation
 from jax_ep._experts.interface import Case, Experts
 from jax_ep._experts.kernels import GateUp
+from jax_ep._experts.operations import Operations
 from jax_ep._experts.quantized import QuantizedWeights
 from jax_ep._ops.dequantize import dequantize, scales_by_row
 from jax_ep._ops.expert_of_row import require_dispatched, require_one_rank
@@ -242,12 +245,28 @@ def quantize_weights(
     _, inner, hidden = given[1].shape
     _require_multiple(function, hidden, inner, _quantized.multiple_of(format))
 
-    def run(gate_up: GateUp, down: jax.Array) -> QuantizedWeights:
-        compute = select.operations()
-        return compute.quantize_weights(gate_up, down, format, backward)
+    run = _quantizing(type(select.operations()), format, backward)
+    if not traces.is_tracing():
+        # In one program, which keeps no intermediate array as large as the weights.
+        run = jax.jit(run)
+    return run(*given)
 
-    with jax.named_scope("jax_ep.quantize_weights"):
-        return batching.in_turn(run)(*jax.lax.stop_gradient(given))
+
+@functools.cache
+def _quantizing(
+    compute: type[Operations], name: WeightFormat, backward: bool
+) -> Callable[[GateUp, jax.Array], QuantizedWeights]:
+    """Returns the same function for equal arguments, so that it compiles once."""
+
+    def run(gate_up: GateUp, down: jax.Array) -> QuantizedWeights:
+        return compute().quantize_weights(gate_up, down, name, backward)
+
+    def quantize(gate_up: GateUp, down: jax.Array) -> QuantizedWeights:
+        with jax.named_scope("jax_ep.quantize_weights"):
+            given = jax.lax.stop_gradient((gate_up, down))
+            return batching.in_turn(run)(*given)
+
+    return quantize
 
 
 def prepare(weights: QuantizedWeights) -> QuantizedWeights:

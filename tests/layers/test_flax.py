@@ -245,3 +245,17 @@ for module in (jax_ep, jax_ep.flax):
         "module 'jax_ep' has no attribute 'misspelt'",
         "module 'jax_ep.flax' has no attribute 'misspelt'",
     ]
+
+
+def test_an_equal_layer_compiles_nothing(caplog):
+    """Models have many; each parameter is drawn by a program that they share."""
+    mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2}))
+    own = {**fields(mesh), "expert_bias": True}
+    rngs = nnx.Rngs(0)
+    first = jax_ep.flax.MoE(**own, rngs=rngs)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        second = jax_ep.flax.MoE(**own, rngs=rngs)
+        assert not [text for text in caplog.messages if "Compiling" in text]
+        jnp.ones(7) * np.arange(7)
+    assert any("Compiling" in text for text in caplog.messages)
+    assert np.any(first.gate_up[...] != second.gate_up[...])

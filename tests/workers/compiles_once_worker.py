@@ -104,6 +104,8 @@ def calls_of_ranks() -> None:
     twice("halves", lambda: halves(tokens, ids, weights))
     twice("gradient", lambda: gradient(tokens))
     twice("sharded", sharded)
+    masters = jnp.ones((2, 128, 2, 128)), jnp.ones((2, 128, 128))
+    twice("weights", lambda: jax_ep.experts.quantize_weights(*masters, "mxfp4"))
 
 
 def programs_of_pages() -> None:
