@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_oracle(case: Case) -> None:
     mesh = helpers.make_mesh(case.ranks)

@@ -153,6 +153,7 @@ def assert_same(got: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", VALUES)
 def test_exported_programs_take_and_return_it(name: str) -> None:
     pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")

@@ -25,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("shape", SHAPES)
 @MODES
 def test_formulas(mode: str, shape: str) -> None:

@@ -64,6 +64,7 @@ def test_every_pattern_among_its_neighbours(dtype: str, name: str) -> None:
     check(every_pattern(dtype)[order].reshape(64, 1024), name)
 
 
+@pytest.mark.few(12)
 @each_format
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("anchor", [448.0, 6.0, 0.75, 1e-4])

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", CASES)
 @each_format
 def test_dispatch(name: str, case: str) -> None:

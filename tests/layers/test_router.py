@@ -83,6 +83,7 @@ def drawn(seed, spread=2.0):
     return logits, bias, rng.random(N) < 0.7
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
