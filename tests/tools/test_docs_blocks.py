@@ -289,7 +289,6 @@ def test_fp8_page(quick_compiles):
     names["ep"].close()
 
 
-@pytest.mark.slow
 def test_tutorial_page(quick_compiles, tmp_path, monkeypatch):
     """Trains, saves, restores on another mesh and decodes."""
     for name in ("flax", "optax", "orbax.checkpoint"):
