@@ -7,17 +7,15 @@ For a state: `jax_ep.<function>: <plain sentence>; <remedy>`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import reprlib
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 # The attribute of an exception that holds its `Parts`.
 _PARTS = "_jax_ep_parts"
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """What an error message is made of.
 
     Attributes:
@@ -152,5 +150,5 @@ def told_of(
         shape = (whole or {}).get(parts.operand or "")
         if shape is not None:
             note += f"; {parts.operand} of all ranks is {shape}"
-        parts = dataclasses.replace(parts, function=function, note=note)
+        parts = parts._replace(function=function, note=note)
         raise _made(type(error), parts) from error

@@ -22,7 +22,6 @@ from jax_ep._core.varying import vary_alike, varying
 from jax_ep._layers import columns, moe_checks
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
-from jax_ep._ops import parts
 from jax_ep._ops.dequantize import dequantize
 from jax_ep._ops.expert_of_row import expert_of_row
 from jax_ep._setup.shared import shared_handle
@@ -307,6 +306,8 @@ def applied(
     if n <= most:
         y, counts = part(params, input_scale, (tokens, topk_ids, weights))
     else:
+        from jax_ep._ops import parts  # few programs need it
+
         count = -(-n // most)
         missing = count * most - n
         padded = (

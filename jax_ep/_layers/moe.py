@@ -25,7 +25,6 @@ from jax_ep._layers import columns, expert_rows, moe_checks
 from jax_ep._layers import routing as choosing
 from jax_ep._ops import combine as combining
 from jax_ep._ops import dispatch as dispatching
-from jax_ep._ops import parts
 
 
 @pytrees.register()
@@ -363,8 +362,10 @@ def _sent_of(
     return ep, given.x, given.ids, weights
 
 
-def _ahead(ep: EPHandle, tp_axis: str | None) -> parts.Ahead | None:
-    """Returns how a part is dispatched beside another, where a GPU has two at once."""
+def _ahead(ep: EPHandle, tp_axis: str | None) -> Any:
+    """Returns the `parts.Ahead`; None unless a GPU runs a dispatch beside matmuls."""
+    from jax_ep._ops import parts  # as in _in_parts
+
     if ep.config.overlap == "sm" or ep.config.most_pending == 0:
         # A single kernel cannot be split, and XLA overlaps its exchanges by itself.
         return None
@@ -393,6 +394,8 @@ def _in_parts(
     given: _PerToken,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns what `part` does of all tokens, in parts if they are more than T."""
+    from jax_ep._ops import parts  # few programs need it
+
     n = given.x.shape[0]
     most = ep.config.max_tokens_per_rank
     trained = {name: value for name, value in params.items() if name != "experts"}

@@ -13,7 +13,7 @@ import functools
 import math
 from collections import namedtuple
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,7 @@ from jax_ep._native.loader import cpu as native
 Size = tuple[tuple[str, ...], int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """An operand or a result.
 
     Attributes:
@@ -71,8 +70,7 @@ class Row:
         return self.when is not None and flags[self.when]
 
 
-@dataclasses.dataclass(frozen=True)
-class Attribute:
+class Attribute(NamedTuple):
     """An attribute: its type, and the dimension that it sets, if any."""
 
     name: str
