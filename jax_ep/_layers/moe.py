@@ -394,14 +394,14 @@ def _in_parts(
     given: _PerToken,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns what `part` does of all tokens, in parts if they are more than T."""
-    from jax_ep._ops import parts  # few programs need it
-
     n = given.x.shape[0]
     most = ep.config.max_tokens_per_rank
     trained = {name: value for name, value in params.items() if name != "experts"}
     codes = params.get("experts")
     if n <= most:
         return part(trained, (codes, input_scale), given)
+    from jax_ep._ops import parts  # few programs need it
+
     if codes is None and run.quantizes:
         # Once, not for each part.
         weights = params["gate_up"], params["down"]
