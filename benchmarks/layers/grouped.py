@@ -13,8 +13,9 @@ request `jax_grouped_gemm` and `jax_fusion` are the same with XLA's options of t
 names, and `tokamax`, for single matmuls, is that library's. `batched` is the yardstick:
 one matmul with equally many rows per expert, as cuBLAS does it. `fp8` runs whole
 experts on codes of rows and weights that were made beforehand; `quantize` is how long
-the codes of the weights take. `--room` is how many rows the operand has for each row
-that a group holds. Results are compared.
+the codes of the weights take. Cases in float32 are rounded to TF32, or are multiplied
+in "highest" precision; `hopper` and `fp8` have none. `--room` is how many rows the
+operand has for each row that a group holds. Results are compared.
 Writes benchmarks/results/grouped-<device>x1-<date>.json. With --tiny it also runs on a
 machine without such a GPU: there the kernels are only lowered for one.
 """
@@ -43,6 +44,8 @@ class Case(typing.NamedTuple):
     inner: int
     groups: int
     rows: int  # in groups
+    dtype: str = "bfloat16"
+    precision: str = "default"  # of float32, as in `jax.default_matmul_precision`
 
 
 CASES = {
@@ -51,8 +54,17 @@ CASES = {
     "large-256": Case(7168, 2048, 64, 32768),
     "many": Case(7168, 2048, 128, 32768),
     "decode": Case(7168, 2048, 64, 1024),
+    "mid, odd": Case(2039, 1021, 16, 32768),
+    "mid, float32": Case(2048, 1024, 16, 32768, "float32"),
+    "mid, highest": Case(2048, 1024, 16, 32768, "float32", "highest"),
+    "large-64, float32": Case(7168, 2048, 16, 32768, "float32"),
+    "large-64, highest": Case(7168, 2048, 16, 32768, "float32", "highest"),
 }
-SMALL = {"tiny": Case(128, 128, 2, 256)}
+SMALL = {
+    "tiny": Case(128, 128, 2, 256),
+    "tiny, highest": Case(128, 128, 2, 256, "float32", "highest"),
+    "tiny, odd": Case(127, 61, 2, 256),
+}
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
 WAYS = ("hopper", "portable", "jax", "batched", "fp8")
 # `jax.lax.ragged_dot` with an option of XLA that is only on for that way.
@@ -66,8 +78,9 @@ MORE_WAYS = ("tokamax", *FLAGS)
 DENSE = ("jax", *FLAGS)
 CALLS = 5  # per time
 IN_FLIGHT = 2  # calls, whose results need memory: gradients of large-256 are 6 GB
-# Errors of results over the largest element: of products in bfloat16, and of codes.
-BOUNDS = {"hopper": 0.02, "fp8": 0.25}
+# Errors of results over the largest element: of products in bfloat16, of codes, and of
+# products in float32 by precision.
+BOUNDS = {"hopper": 0.02, "fp8": 0.25, "default": 5e-3, "highest": 1e-5}
 
 
 # ---- Single matmuls -------------------------------------------------------------
@@ -94,7 +107,7 @@ class Tokamax:
         return tokamax.ragged_dot_general(a, b, sizes, numbers).astype(dtype)
 
 
-def products(op, groups):
+def products(op, groups, precision):
     """Returns the ways of one matmul by name, functions of (a, b, sizes)."""
     hopper = grouped.HOPPER
     ragged = grouped.Ragged(None)
@@ -115,7 +128,7 @@ def products(op, groups):
 
     ways = {
         "hopper": by(hopper),
-        "portable": by(grouped.portable(False)),
+        "portable": by(grouped.portable(precision == "highest")),
         "jax": by(ragged),
         "batched": batched,
     }
@@ -130,10 +143,10 @@ class Random:
         self.rng = rng
         self.key = jax.random.key(int(rng.integers(2**31)))
 
-    def normal(self, shape, scale=1.0, held=None):
-        """Draws bfloat16 values; rows from `held` on, in no group, are zero."""
+    def normal(self, shape, scale=1.0, held=None, dtype="bfloat16"):
+        """Draws values; rows from `held` on, in no group, are zero."""
         self.key, key = jax.random.split(self.key)
-        values = jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(scale)
+        values = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
         return values if held is None else values.at[held:].set(0)
 
     def sizes(self, groups, held):
@@ -142,13 +155,14 @@ class Random:
         return jnp.asarray(found, jnp.int32)
 
 
-def product_operands(random, op, rows, a, b, groups, held):
+def product_operands(random, op, rows, a, b, groups, held, dtype):
     """Draws rows, matrices or other rows, and the sizes of groups."""
-    left = random.normal((rows, a), held=held)
+    left = random.normal((rows, a), held=held, dtype=dtype)
     if op == "to matrices":
-        right = random.normal((rows, b), held=held)
+        right = random.normal((rows, b), held=held, dtype=dtype)
     else:
-        right = random.normal((groups, b, a) if op == "to rows" else (groups, a, b))
+        shape = (groups, b, a) if op == "to rows" else (groups, a, b)
+        right = random.normal(shape, dtype=dtype)
     return left, right, random.sizes(groups, held)
 
 
@@ -244,12 +258,15 @@ def lowered(program, args):
     return text.count("custom_call @ep_")
 
 
-def leaves_out(name, names, room, groups, dense_groups):
+def leaves_out(name, names, sizes, room, dense_groups):
     """Whether a way is not to be timed."""
+    blocks = sizes.hidden % 128 == 0 and sizes.inner % 128 == 0
     return (
         name not in names
+        or (name in ("hopper", "fp8") and sizes.dtype != "bfloat16")
+        or (name == "fp8" and not blocks)
         or (name == "batched" and room > 1)
-        or (name in DENSE and groups > dense_groups)
+        or (name in DENSE and sizes.groups > dense_groups)
         or (name == "portable" and jax.default_backend() != "gpu")
     )
 
@@ -295,16 +312,20 @@ def compared_library(row, results, wanted, held):
 
 def measure_products(case, room, random, names, dense_groups, seconds):
     """Yields the rows of single matmuls."""
-    hidden, inner, groups, held = (CASES | SMALL)[case]
+    sizes = (CASES | SMALL)[case]
+    hidden, inner, groups, held, dtype, precision = sizes
+    if hidden % kernels.ALIGNED or inner % kernels.ALIGNED:
+        return  # these are padded once for a whole layer
     shapes = {"gate and up": (hidden, 2 * inner), "down": (inner, hidden)}
     for matrix, (a, b) in shapes.items():
         for op in ("forward", "to rows", "to matrices"):
             one, other = (b, a) if op == "to rows" else (a, b)
-            args = product_operands(random, op, room * held, one, other, groups, held)
+            drawn = room * held, one, other, groups, held, dtype
+            args = product_operands(random, op, *drawn)
             kept = groups if op == "to matrices" else held
             found = results = None
-            for name, program in products(op, groups).items():
-                if leaves_out(name, names, room, groups, dense_groups):
+            for name, program in products(op, groups, precision).items():
+                if leaves_out(name, names, sizes, room, dense_groups):
                     continue
                 place = {"case": case, "matrix": matrix, "op": op, "way": name}
                 place["room"] = room
@@ -319,12 +340,21 @@ def measure_products(case, room, random, names, dense_groups, seconds):
             del args, found, results
 
 
+def padded(op, args):
+    """Returns results of XLA's matmuls, of groups that are padded to the largest."""
+    largest = -int(jnp.max(args[3])) // 128 * -128
+    run = experts.Padded(largest)
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(with_gradients(run) if op == "gradients" else run)(*args)
+
+
 def measure_experts(case, room, random, names, dense_groups, seconds):
     """Yields the rows of whole experts, and of making codes of their weights."""
-    hidden, inner, groups, held = (CASES | SMALL)[case]
-    rows = random.normal((room * held, hidden), held=held)
-    gate_up = random.normal((groups, hidden, 2, inner), hidden**-0.5)
-    down = random.normal((groups, inner, hidden), inner**-0.5)
+    of_case = (CASES | SMALL)[case]
+    hidden, inner, groups, held, dtype, precision = of_case
+    rows = random.normal((room * held, hidden), held=held, dtype=dtype)
+    gate_up = random.normal((groups, hidden, 2, inner), hidden**-0.5, dtype=dtype)
+    down = random.normal((groups, inner, hidden), inner**-0.5, dtype=dtype)
     sizes = random.sizes(groups, held)
     flops = 2 * 3 * held * hidden * inner
     ways = {
@@ -334,7 +364,7 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
         "batched": batched_experts(groups),
     } | dict.fromkeys(FLAGS, experts.ragged_dot)
     coded: typing.Any = None
-    if "fp8" in names:
+    if not leaves_out("fp8", names, of_case, room, dense_groups):
         place = {"case": case, "matrix": "experts", "op": "quantize", "way": "fp8"}
         row, codes = timed("fp8", experts.quantize_weights, (gate_up, down), 0, seconds)
         row.pop("tflops", None)
@@ -346,8 +376,10 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
         ways["fp8"] = fp8
     for op in ("forward", "gradients"):
         wanted = None
+        if leaves_out("hopper", names, of_case, room, dense_groups):
+            wanted = padded(op, (rows, gate_up, down, sizes))
         for name, run in ways.items():
-            if leaves_out(name, names, room, groups, dense_groups):
+            if leaves_out(name, names, of_case, room, dense_groups):
                 continue
             given = (*(coded if name == "fp8" else (rows, gate_up)), down, sizes)
             program, done = run, flops
@@ -357,7 +389,8 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
             if name == "hopper":
                 wanted = results
             elif name in ("jax", "portable"):
-                compared("hopper", row, wanted, results, held)
+                bound = "hopper" if dtype == "bfloat16" else precision
+                compared(bound, row, wanted, results, held)
             elif name in FLAGS:
                 compared_library(row, results, wanted, held)
             elif name == "fp8":
@@ -390,6 +423,11 @@ def parse(arguments):
 PARTS = {"products": measure_products, "experts": measure_experts}
 
 
+def shown(row):
+    """Returns a row's entries as they are printed."""
+    return [f"{v:.4g}" if type(v) is float else v for v in row.values()]
+
+
 def main(arguments=None):
     args = parse(arguments)
     if jax.default_backend() != "gpu" and not args.tiny:
@@ -401,11 +439,10 @@ def main(arguments=None):
         for room in args.room:
             for part in args.what:
                 how = (args.ways, args.dense_groups, args.seconds)
-                for row in PARTS[part](case, room, random, *how):
-                    rows.append(row)
-                    print(
-                        *(f"{v:.4g}" if type(v) is float else v for v in row.values())
-                    )
+                with jax.default_matmul_precision((CASES | SMALL)[case].precision):
+                    for row in PARTS[part](case, room, random, *how):
+                        rows.append(row)
+                        print(*shown(row))
     record = recording.head_here(
         "grouped",
         "layers.grouped",

@@ -49,6 +49,9 @@ CASES = {
     "decode-1": Sizes(7168, 2048, 64, 1, 8),
     "gpt-oss-1": Sizes(2880, 2880, 32, 1, 4),
     "gpt-oss-128": Sizes(2880, 2880, 32, 128, 4),
+    "mid, odd": Sizes(2039, 1021, 64, 4096, 8),
+    "mid, long": Sizes(2048, 1024, 64, 32768, 8),
+    "large-64, long": Sizes(7168, 2048, 16, 32768, 8),
 }
 SMALL = {"tiny": Sizes(128, 128, 4, 16, 2)}
 TINY = ("--cases", *SMALL, "--seconds", "0")
@@ -68,6 +71,7 @@ class Option(typing.NamedTuple):
         weight_bytes: bytes moved per element of the experts' weights.
         gradients: whether there are any of weights.
         blocks: whether hidden and inner must be multiples of 128.
+        chunks: parts in which tokens go through the layer.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Option(typing.NamedTuple):
     weight_bytes: float = 0
     gradients: bool = True
     blocks: bool = False
+    chunks: int = 1
 
 
 BIASES = ("gate_bias", "up_bias", "down_bias")
@@ -92,6 +97,11 @@ def gelu(gate, up):
     return jax.nn.gelu(gate) * up
 
 
+def learnt(gate, up, slope):
+    """A function that kernels do not know, with a learnt scalar."""
+    return jax.nn.gelu(gate) * up * slope
+
+
 def options():
     """Returns the options; the first one is the plain layer."""
     clamped = {"activation": experts.swiglu_clamped()}
@@ -102,6 +112,7 @@ def options():
     yield Option("swiglu_clamped, biases", BIASES, call=clamped)
     yield Option("geglu", call={"activation": experts.geglu})
     yield Option("a traced activation", call={"activation": gelu})
+    yield Option("a learnt activation", ("slope",))
     yield Option("shared expert", SHARED, products=1)
     yield Option("shared expert, fused", SHARED, config=fused, products=1)
     yield Option("float32 masters", ("masters",), CODES, weight_bytes=6)
@@ -113,6 +124,12 @@ def options():
         ("gate_up",),
         call={"experts": experts.portable},
     )
+    of_portable = {"experts": experts.portable}
+    traced = of_portable | {"activation": gelu}
+    yield Option("portable, a traced activation", call=traced)
+    yield Option("portable, a learnt activation", ("slope",), call=of_portable)
+    for chunks in (4, 8):
+        yield Option(f"{chunks} chunks", chunks=chunks)
     made = {"config": FP8, "call": fp8, "weight_bytes": 4, "blocks": True}
     yield Option("fp8", **made)
     yield Option("fp8, biases", BIASES, **made)
@@ -154,6 +171,8 @@ def of_option(option, whole):
     found = {name: whole[name] for name in names if name in whole}
     if "gate" in names:
         found["gate"], found["up"] = (whole["gate_up"][:, :, side] for side in (0, 1))
+    if "slope" in names:
+        found["slope"] = jnp.float32(1.0)
     if "masters" in names:
         found |= {name: whole[name].astype(jnp.float32) for name in CODES}
     for form in ("fp8_block128", "mxfp4"):
@@ -167,11 +186,16 @@ def programs(ep, mesh, option, params):
     """Returns the forward pass and the one with gradients, of (params, tokens)."""
 
     def body(params, tokens):
-        y, aux = jax_ep.moe_ffn(ep, tokens, params, **option.call)
+        call = {"chunks": option.chunks} | option.call
+        if "slope" in params:
+            params = params.copy()
+            call["activation"] = functools.partial(learnt, slope=params.pop("slope"))
+        y, aux = jax_ep.moe_ffn(ep, tokens, params, **call)
         return y + (0 * aux.balance_loss).astype(y.dtype)
 
     def spec(name):
-        return P() if name.startswith(("router", "shared")) else P("ep")
+        everywhere = name.startswith(("router", "shared", "slope"))
+        return P() if everywhere else P("ep")
 
     specs = {
         name: jax.tree.map(lambda _, name=name: spec(name), value)
@@ -222,14 +246,13 @@ def measure(case, sizes, names, rate, seconds, seed):
         if option.name not in names or (option.blocks and not whole_blocks):
             continue
         params = of_option(option, whole)
-        rows = sizes.tokens * (
-            sizes.top_k + bool(option.config.get("fused_shared_expert"))
-        )
+        part = -(-sizes.tokens // option.chunks)
+        rows = part * (sizes.top_k + bool(option.config.get("fused_shared_expert")))
         config = jax_ep.EPConfig(
             num_experts=sizes.experts,
             top_k=sizes.top_k,
             hidden_size=sizes.hidden,
-            max_tokens_per_rank=sizes.tokens,
+            max_tokens_per_rank=part,
             recv_capacity=rows,
             **option.config,
         )
