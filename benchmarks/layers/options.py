@@ -31,15 +31,17 @@ from jax_ep import experts
 
 
 class Sizes(typing.NamedTuple):
-    """Sizes of a layer."""
+    """Sizes of a layer, and the options that it is timed with if these are not all."""
 
     hidden: int
     inner: int
     experts: int
     tokens: int
     top_k: int
+    options: tuple = ()
 
 
+CHUNKS = ("4 chunks", "8 chunks")
 CASES = {
     "mid": Sizes(2048, 1024, 64, 4096, 8),
     "large-64": Sizes(7168, 2048, 16, 4096, 8),
@@ -49,11 +51,14 @@ CASES = {
     "decode-1": Sizes(7168, 2048, 64, 1, 8),
     "gpt-oss-1": Sizes(2880, 2880, 32, 1, 4),
     "gpt-oss-128": Sizes(2880, 2880, 32, 128, 4),
-    "mid, odd": Sizes(2039, 1021, 64, 4096, 8),
-    "mid, long": Sizes(2048, 1024, 64, 32768, 8),
-    "large-64, long": Sizes(7168, 2048, 16, 32768, 8),
+    "mid, odd": Sizes(2039, 1021, 64, 4096, 8, ("portable",)),
+    "mid, long": Sizes(2048, 1024, 64, 32768, 8, CHUNKS),
+    "large-64, long": Sizes(7168, 2048, 16, 32768, 8, CHUNKS),
 }
-SMALL = {"tiny": Sizes(128, 128, 4, 16, 2)}
+SMALL = {
+    "tiny": Sizes(128, 128, 4, 16, 2),
+    "tiny, long": Sizes(128, 128, 4, 16, 2, CHUNKS),
+}
 TINY = ("--cases", *SMALL, "--seconds", "0")
 CALLS, IN_FLIGHT = 6, 3
 
@@ -128,8 +133,8 @@ def options():
     traced = of_portable | {"activation": gelu}
     yield Option("portable, a traced activation", call=traced)
     yield Option("portable, a learnt activation", ("slope",), call=of_portable)
-    for chunks in (4, 8):
-        yield Option(f"{chunks} chunks", chunks=chunks)
+    for name in CHUNKS:
+        yield Option(name, chunks=int(name.split()[0]))
     made = {"config": FP8, "call": fp8, "weight_bytes": 4, "blocks": True}
     yield Option("fp8", **made)
     yield Option("fp8, biases", BIASES, **made)
@@ -244,6 +249,9 @@ def measure(case, sizes, names, rate, seconds, seed):
     for option in options():
         whole_blocks = sizes.hidden % 128 == 0 and sizes.inner % 128 == 0
         if option.name not in names or (option.blocks and not whole_blocks):
+            continue
+        alone = option.chunks == 1 and not sizes.options
+        if not (option.name == "plain" or option.name in sizes.options or alone):
             continue
         params = of_option(option, whole)
         part = -(-sizes.tokens // option.chunks)
