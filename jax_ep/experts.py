@@ -144,8 +144,9 @@ def grouped_matmul(
     hold. It has reverse-mode derivatives of any order and works under `vmap`.
 
     Unlike with `jax.lax.ragged_dot`, rows past the groups may hold anything, even NaN,
-    their results are unspecified, and their cotangents are ignored. There is no
-    forward-mode derivative.
+    their results are unspecified, and their cotangents are ignored. So a sum over all
+    rows, such as the gradient of a scalar that multiplies them, must leave these rows
+    out by `jnp.where`. There is no forward-mode derivative.
 
     Args:
         rows: `[N, A]`, bfloat16, float16, float32 or float64, grouped.

@@ -195,11 +195,17 @@ def _traced(
         def made() -> Any:
             trained = jax.tree.map(lambda a, d: a.astype(d), given.trained, dtypes)
             one = jax.tree.map(lambda a: a[0], stacked)
-            after = ()
+            after, arrived = (), None
             if ordering.in_order(ep):
                 token = jnp.zeros(1, jnp.int32)
                 after = vary_alike(ep.mesh.axis_names, axes, token)
-            arrived, _ = _first(ep, ahead, given.frozen, stacked, after)
+            if ahead is not None:
+                # A part comes after the first half of the next one's dispatch.
+                send, receive = ahead.send, ahead.receive
+                pending, after = ordering.mapped(
+                    ep, after, lambda: send(given.frozen, one)
+                )
+                arrived = receive(pending)
             return trained, given.frozen, one, after, arrived
 
         with ordering.apart(ep):

@@ -242,10 +242,11 @@ def test_flax_layers(kind):
     mesh = helpers.make_mesh(helpers.fit({"dp": 2, "ep": 2, "tp": 2}))
     params = moe_dense.params(expert_bias=True)
     x = np.random.default_rng(2).standard_normal((5, 7, HIDDEN)).astype(np.float32)
+    most = -(-35 // (mesh.shape["dp"] * mesh.shape["ep"])) + 1
     how: dict[str, Any] = {"fsdp_axis_name": "dp", "expert_bias": True}
     both = []
     for chunks in (1, 3):
-        own = {**how, "chunks": chunks, "max_tokens_per_rank": 10}
+        own = {**how, "chunks": chunks, "max_tokens_per_rank": most}
         if kind == "nnx":
             layer = nnx_layer(mesh, params, **own)
 
@@ -269,7 +270,7 @@ def test_flax_layers(kind):
             grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
             both.append(jax.jit(grad)(given, x))
             ep = layer._made().handle()
-        assert ep.config.max_tokens_per_rank == -(-10 // chunks)
+        assert ep.config.max_tokens_per_rank == -(-most // chunks)
     assert_close(both[1], both[0])
 
 
@@ -284,7 +285,8 @@ def test_stages_of_a_pipeline():
     x = np.random.default_rng(9).standard_normal((2, 22, HIDDEN)).astype(np.float32)
 
     def of(chunks):
-        own = {"chunks": chunks, "spec": P("ep"), "max_tokens_per_rank": 12}
+        most = 22 // mesh.shape["ep"] + 1
+        own = {"chunks": chunks, "spec": P("ep"), "max_tokens_per_rank": most}
         layer = jax_ep.flax.MoE(**fields(mesh, **own), rngs=nnx.Rngs(0))
         graph, state = nnx.split(layer)
         state = jax.tree.map(lambda leaf: jnp.stack([leaf, 1.1 * leaf]), state)
@@ -328,7 +330,10 @@ def test_apply_experts(name):
             sides = gate_up.reshape(*gate_up.shape[:2], -1)
             both = experts.grouped_matmul(rows, sides, group_sizes)
             gate, up = jnp.split(both, 2, axis=1)
-            h = jnp.tanh(scale * gate) * up
+            # Rows past the groups, and their cotangents, may hold anything.
+            held = jnp.arange(len(rows)) < jnp.sum(group_sizes)
+            gate, up = (jnp.where(held[:, None], side, 0) for side in (gate, up))
+            h = jnp.where(held[:, None], jnp.tanh(scale * gate) * up, 0)
             return experts.grouped_matmul(h, down, group_sizes)
 
         return jax_ep.apply_experts(
@@ -369,7 +374,7 @@ def test_apply_experts(name):
         return jax.jit(grad)(params["gate_up"], params["down"], scale, x, weights)
 
     found, wanted = of(4), of(1)
-    assert_close(found, wanted)
+    assert_close(found, wanted, 5e-6)  # the gradient of `scale` is the sum of all rows
     (_, (_, dropped, invalid)), grads = found
     assert np.sum(dropped) == 0
     assert np.sum(invalid) == 6
@@ -549,6 +554,8 @@ def test_sums_of_bfloat16_gradients():
 def test_memory(gradients):
     """With room for the worst case, an eighth of the tokens needs a fifth at most."""
     mesh = helpers.make_mesh(helpers.some_ranks(8))
+    if mesh.size < 8:
+        pytest.skip("needs 8 ranks: with fewer, tokens and gradients are most of it")
     hidden = inner = 1024
     n, groups = 4096, 2 * mesh.size
     weights = 2 * 2 * hidden * 3 * inner

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from support import helpers, options
+from support import helpers, moe_dense, moe_ffn, options
 from support.call_order import (
     TOKEN_INDEX,
     afters,
@@ -183,3 +184,42 @@ def test_options(mesh, mode: str, one: Any) -> None:
         return
     assert len(calls(text)) == (8 if one is layer else 12)
     assert afters(text) == chain(len(calls(text)))
+
+
+@needs_stream
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_chunks_on_a_stream(mesh, check_vma: bool) -> None:
+    """A chunk's combine comes after the next one's first half, whose token is wider."""
+    ep = p2p_handle(mesh, overlap="stream", max_tokens_per_rank=4)
+    config = ep.config
+    sizes = {"experts": config.num_experts, "hidden": config.hidden_size}
+    params = moe_dense.params(shared=False, **sizes)
+    specs = moe_ffn.param_specs(params, None)
+
+    def body(params: Any, x: Any) -> Any:
+        return jax_ep.moe_ffn(ep, x, params, chunks=2)[0]
+
+    run = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(specs, P("ep")),
+        out_specs=P("ep"),
+        check_vma=check_vma,
+    )
+    grad = jax.jit(jax.grad(lambda params, x: square(run(params, x))))
+    x = jnp.zeros((2 * 2 * 4, config.hidden_size), config.dtype)
+    text = grad.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert set(re.findall(r"@(ep_\w+_on_stream)\(", text)) == {
+        "ep_dispatch_send_on_stream"
+    }
+    # Before and in both loops.
+    assert text.count("@ep_dispatch_recv") == 4
+    found = re.findall(r"@(ep_combine|ep_dispatch_cached)\(.*? : \((.*?)\) ->", text)
+    tokens = [(name, types.split(", ")[-1]) for name, types in found]
+    (_, wide), *_ = tokens
+    assert re.fullmatch(r"tensor<1x\d+xi32>", wide)
+    assert tokens == [
+        ("ep_combine", wide),
+        ("ep_dispatch_cached", wide),
+        ("ep_combine", "tensor<1xi32>"),
+    ]
