@@ -381,7 +381,8 @@ def _ahead(ep: EPHandle, tp_axis: str | None) -> Any:
     def only_if(given: _PerToken, real: jax.Array) -> _PerToken:
         return given._replace(ids=jnp.where(real, given.ids, -1))
 
-    return parts.Ahead(send, dispatching.dispatch_wait, resume, only_if)
+    begun = functools.partial(dispatching.begun, ep)
+    return parts.Ahead(send, begun, dispatching.dispatch_wait, resume, only_if)
 
 
 def _in_parts(
@@ -530,8 +531,12 @@ def _dispatch_beside(
         d = dispatching.dispatch_routed(*sent, input_scale, None, zero_tail=zero_tail)
         return d, _shared_expert(*given)
     pending = dispatching.dispatch_async(*sent, input_scale=input_scale)
-    # Without the barrier XLA may run dispatch_wait first, and nothing overlaps.
-    both = jax.lax.optimization_barrier((pending, _shared_expert(*given)))
+    # Without barriers XLA may run the shared expert before the first half has begun, or
+    # after the second half, and nothing overlaps.
+    begun = dispatching.begun(ep, pending), ids
+    own, _ = jax.lax.optimization_barrier((given[0], begun))
+    shared = _shared_expert(own, *given[1:])
+    both = jax.lax.optimization_barrier((pending, shared))
     return dispatching.dispatch_wait(both[0]), both[1]
 
 

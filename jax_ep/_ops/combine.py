@@ -285,6 +285,10 @@ def _cotangents(ep: EPHandle, how: How, kept: Any, dy: jax.Array) -> CombineArgs
         rows, _ = dispatch_cached(ep, route, dy, None, how.zero_tail)
         return CombineArgs(rows, None, None, dresidual)
     router_weights, expert_out = weighting
+    if not how.sent and ep.config.overlap == "stream":
+        # A part that is computed again beside the next part's dispatch. The cotangents'
+        # exchange waits for that, so the rows come first, which need not wait.
+        dy, expert_out = jax.lax.optimization_barrier((dy, expert_out))
     at_source = ep.config.reduce == "source"
     sent_weights = router_weights if at_source else None
     rows, sent = dispatch_cached(ep, route, dy, sent_weights, how.zero_tail)

@@ -159,6 +159,12 @@ def dispatch_async(
     return pendings.opened(Pending("dispatch", ep.key, held, ports))
 
 
+def begun(ep: EPHandle, pending: Pending) -> tuple[jax.Array, ...]:
+    """Returns arrays of a pending dispatch that are there before its exchange."""
+    sent, _ = pending.held
+    return split_transport_of(ep).begun(sent)
+
+
 def dispatch_wait(pending: Pending) -> Dispatched:
     """Completes a dispatch; the result equals that of `jax_ep.dispatch`, bit for bit.
 

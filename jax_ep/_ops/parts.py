@@ -41,6 +41,7 @@ class Ahead(NamedTuple):
 
     Attributes:
         send: (frozen, tokens of a part) -> a pending dispatch.
+        begun: a pending dispatch -> its arrays that are there before its exchange.
         receive: a pending dispatch -> what has arrived, a pytree.
         resume: (frozen, tokens of a part, what has arrived) -> the part's dispatch,
             which it does not make again, as a function of the tokens.
@@ -48,6 +49,7 @@ class Ahead(NamedTuple):
     """
 
     send: Callable[[Any, Any], Any]
+    begun: Callable[[Any], Any]
     receive: Callable[[Any], Any]
     resume: Callable[[Any, Any, Any], Any]
     only_if: Callable[[Any, jax.Array], Any]
@@ -262,9 +264,11 @@ def _beside(
     # second program.
     following = _at(stacked, jnp.minimum(index + 1, last))
     following = ahead.only_if(following, index < last)
-    # Without barriers XLA may run the second half first, and nothing overlaps.
     pending = ahead.send(frozen, following)
-    pending, arrived = jax.lax.optimization_barrier((pending, arrived))
+    # Without barriers XLA may run the work before the first half has begun, or after
+    # the second half, and nothing overlaps.
+    begun = ahead.begun(pending), following
+    _, arrived = jax.lax.optimization_barrier((begun, arrived))
     found = work(arrived)
     # The results of a barrier vary over the axes of all its operands.
     pending, _ = jax.lax.optimization_barrier((pending, found))
@@ -349,6 +353,10 @@ def _run_back(
     program, ahead = programs.again, programs.ahead
     weights, others = _apart((given.trained, closed))
     rows, indices = _apart(stacked)
+    if after and ahead is not None:
+        # The first part's dispatch needs no cotangent, so XLA may make it before calls
+        # of the forward pass, which no token orders if that is another `shard_map`.
+        after, _ = jax.lax.optimization_barrier((after, cotangents))
     first, after = _first(ep, ahead, given.frozen, stacked, after)
     after = _varied(ep, program, after)
 

@@ -192,6 +192,15 @@ class Transport(abc.ABC):
     ) -> tuple[Any, Token]:
         """Runs the first half of `dispatch`; the result goes to `dispatch_recv`."""
 
+    def begun(self, sent: Any) -> tuple[jax.Array, ...]:
+        """Returns what the first half of a dispatch has before its exchange.
+
+        XLA runs work that needs these arrays after that, and so beside the exchange. ()
+        if a first half is one call, which XLA starts as early as it can.
+        """
+        del sent
+        return ()
+
     @abc.abstractmethod
     def dispatch_recv(
         self, ep: EPHandle, sent: Any, like: jax.Array, after: Token

@@ -91,6 +91,10 @@ class Collective(Transport):
         send, slot_of, num_invalid = self.dispatch_pack(ep, inputs, in_halves=True)
         return (self.exchange(ep, send), slot_of, num_invalid), after
 
+    def begun(self, sent: Sent) -> tuple[jax.Array, ...]:
+        """Returns what pack makes besides the regions."""
+        return sent[1:]
+
     def dispatch_pack(
         self, ep: EPHandle, inputs: DispatchInputs, in_halves: bool
     ) -> Sent:

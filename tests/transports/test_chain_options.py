@@ -223,3 +223,9 @@ def test_chunks_on_a_stream(mesh, check_vma: bool) -> None:
         ("ep_dispatch_cached", wide),
         ("ep_combine", "tensor<1xi32>"),
     ]
+    # The backward pass is a program of its own, without a token of the forward one. It
+    # begins after its cotangents, as a constant token would not let it.
+    starts = re.findall(r"func\.call @compute_on\w*\((.*?)\)", text)
+    (_, _, backward, _) = [operands.split(", ")[-1] for operands in starts]
+    barrier = backward.partition("#")[0] + r":\d+ = stablehlo\.optimization_barrier"
+    assert re.search(barrier, text)
