@@ -1,16 +1,16 @@
-"""Times a layer with each of its options beside the plain layer, on one GPU.
+"""Times a layer with each of its options beside the plain layer.
 
     python -m benchmarks.layers.options [--cases mid gpt-oss]
 
-A row is `jax_ep.moe_ffn` on a mesh of one GPU, with room for the rows that arrive,
-forward and with the gradients of tokens and parameters. `ms` is the median of bursts
-that are enqueued together. `over plain` is that over the plain layer's. `explained` is
-what it should be: the plain layer's time, and that of what the option adds, which is
-products at the plain layer's rate and bytes at the rate of a copy that is timed in the
-same run. So `over explained` shows an option that costs more than what it does.
-`of weights` is the memory for intermediate results over the experts' weights in
-bfloat16. Ways with codes of weights have no gradients of those.
-Writes benchmarks/results/moe-options-<device>x1-<date>.json.
+A row is `jax_ep.moe_ffn` on a mesh of all GPUs, with room for the rows that arrive (a
+quarter more on several GPUs), forward and with the gradients of tokens and parameters.
+`ms` is the median of bursts that are enqueued together. `over plain` is that over the
+plain layer's. `explained` is what it should be: the plain layer's time, and that of
+what the option adds, which is products at the plain layer's rate and bytes at the rate
+of a copy that is timed in the same run. So `over explained` shows an option that costs
+more than what it does. `of weights` is the memory for intermediate results over the
+experts' weights in bfloat16. Ways with codes of weights have no gradients of those.
+Writes benchmarks/results/moe-options-<device>x<n>-<date>.json.
 """
 
 import functools
@@ -22,6 +22,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -41,7 +42,7 @@ class Sizes(typing.NamedTuple):
     options: tuple = ()
 
 
-CHUNKS = ("4 chunks", "8 chunks")
+CHUNKS = ("4 chunks", "8 chunks", "4 chunks, stream", "4 chunks, copy")
 CASES = {
     "mid": Sizes(2048, 1024, 64, 4096, 8),
     "large-64": Sizes(7168, 2048, 16, 4096, 8),
@@ -56,8 +57,8 @@ CASES = {
     "large-64, long": Sizes(7168, 2048, 16, 32768, 8, CHUNKS),
 }
 SMALL = {
-    "tiny": Sizes(128, 128, 4, 16, 2),
-    "tiny, long": Sizes(128, 128, 4, 16, 2, CHUNKS),
+    "tiny": Sizes(128, 128, 8, 16, 2),
+    "tiny, long": Sizes(128, 128, 8, 16, 2, CHUNKS),
 }
 TINY = ("--cases", *SMALL, "--seconds", "0")
 CALLS, IN_FLIGHT = 6, 3
@@ -134,7 +135,9 @@ def options():
     yield Option("portable, a traced activation", call=traced)
     yield Option("portable, a learnt activation", ("slope",), call=of_portable)
     for name in CHUNKS:
-        yield Option(name, chunks=int(name.split()[0]))
+        count, _, overlap = name.partition(" chunks, ")
+        config = {"overlap": overlap or "sm"}
+        yield Option(name, chunks=int(count.split()[0]), config=config)
     made = {"config": FP8, "call": fp8, "weight_bytes": 4, "blocks": True}
     yield Option("fp8", **made)
     yield Option("fp8, biases", BIASES, **made)
@@ -187,6 +190,16 @@ def of_option(option, whole):
     return found
 
 
+def specs_of(params):
+    """Returns the specs of parameters."""
+    found = {}
+    for name, value in params.items():
+        everywhere = name.startswith(("router", "shared", "slope"))
+        spec = P() if everywhere else P("ep")
+        found[name] = jax.tree.map(lambda _, spec=spec: spec, value)
+    return found
+
+
 def programs(ep, mesh, option, params):
     """Returns the forward pass and the one with gradients, of (params, tokens)."""
 
@@ -198,15 +211,8 @@ def programs(ep, mesh, option, params):
         y, aux = jax_ep.moe_ffn(ep, tokens, params, **call)
         return y + (0 * aux.balance_loss).astype(y.dtype)
 
-    def spec(name):
-        everywhere = name.startswith(("router", "shared", "slope"))
-        return P() if everywhere else P("ep")
-
-    specs = {
-        name: jax.tree.map(lambda _, name=name: spec(name), value)
-        for name, value in params.items()
-    }
-    run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
+    specs = specs_of(params), P("ep")
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))
 
     def loss(trained, held, tokens):
         y = run(trained | held, tokens)
@@ -240,10 +246,12 @@ def copy_rate(seconds, tiny):
 def measure(case, sizes, names, rate, seconds, seed):
     """Yields the rows of a case."""
     axes = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), ("ep",), axes, devices=jax.devices()[:1])
+    ranks = len(jax.devices())
+    mesh = jax.make_mesh((ranks,), ("ep",), axes)
     whole = parameters(sizes, seed)
-    shape = sizes.tokens, sizes.hidden
+    shape = ranks * sizes.tokens, sizes.hidden
     tokens = jax.random.normal(jax.random.key(seed + 1), shape, jnp.bfloat16)
+    tokens = jax.device_put(tokens, NamedSharding(mesh, P("ep")))
     elements = whole["gate_up"].size + whole["down"].size
     plain = {}
     for option in options():
@@ -254,8 +262,14 @@ def measure(case, sizes, names, rate, seconds, seed):
         if not (option.name == "plain" or option.name in sizes.options or alone):
             continue
         params = of_option(option, whole)
+        of_mesh = functools.partial(NamedSharding, mesh)
+        params = jax.device_put(params, jax.tree.map(of_mesh, specs_of(params)))
         part = -(-sizes.tokens // option.chunks)
         rows = part * (sizes.top_k + bool(option.config.get("fused_shared_expert")))
+        if mesh.size > 1:
+            rows = rows * 5 // 4
+        elif "overlap" in option.config and option.config["overlap"] != "sm":
+            continue  # with one rank nothing is exchanged
         config = jax_ep.EPConfig(
             num_experts=sizes.experts,
             top_k=sizes.top_k,
@@ -306,6 +320,7 @@ def main(arguments=None):
         "moe-options",
         "layers.options",
         arguments,
+        len(jax.devices()),
         cases={case: (CASES | SMALL)[case]._asdict() for case in args.cases},
         copy_gb_s=rate / 1e6,
         results=rows,
