@@ -381,7 +381,9 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
 
 def _within_best_groups(router: Router, wanted: jax.Array) -> jax.Array:
     """Returns `wanted` with -inf outside each token's best groups."""
-    grouped = wanted.reshape(*wanted.shape[:-1], router.num_groups, -1)
+    *tokens, experts = wanted.shape
+    size = experts // router.num_groups  # -1 has no meaning if there are no tokens
+    grouped = wanted.reshape(*tokens, router.num_groups, size)
     best, _ = jax.lax.top_k(grouped, router.best_of_group)
     groups = _best(jnp.sum(best, axis=-1), router.top_groups)
     chosen = jnp.any(jax.nn.one_hot(groups, router.num_groups, dtype=bool), axis=-2)

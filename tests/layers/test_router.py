@@ -208,14 +208,14 @@ def test_small_scores(level, score):
 
 
 @pytest.mark.parametrize("n", [0, N])
-@pytest.mark.parametrize("score", SCORES)
-def test_no_token_at_all(score, n):
+@pytest.mark.parametrize("name", ROUTERS)
+def test_no_token_at_all(name, n):
     """An empty batch, or one of only padding, has losses 0 with gradients 0."""
     logits, bias, _ = drawn(4)
 
     def total(logits):
         given = {"bias": bias, "mask": np.zeros(n, bool)}
-        found = route(logits, TOP_K, Router(score=score), **given)
+        found = route(logits, TOP_K, ROUTERS[name], **given)
         told = losses(found)
         return told.balance_loss + told.z_loss + found.weights.sum(), (found, told)
 
