@@ -706,6 +706,40 @@ void CheckRefusals(Random& random) {
   emulator::Reset();
 }
 
+// Long sums of float32 in exact products are as float32 sums them, not as tensor cores do, which
+// round every partial sum towards zero.
+void CheckLongSums(Random& random) {
+  Draws draws = Draw(random, MatmulKind::kDgrad, true);
+  draws.element = draws.out = ElementType::kFloat32;
+  draws.exact = true, draws.nans = draws.pair = draws.bias = false;
+  draws.sizes = {4};
+  draws.m = 4, draws.k = 2048, draws.n = 8;
+  CurrentCase() = "long sums";
+  Case c(draws, random);
+  const auto positive = [](const Array<uint8_t>& array, int64_t at) {
+    float value;
+    std::memcpy(&value, array.data() + 4 * at, 4);
+    value = std::fabs(value);
+    std::memcpy(array.data() + 4 * at, &value, 4);
+    return double{value};
+  };
+  for (int64_t i = 0; i < draws.m * draws.k; ++i) positive(c.a, i);
+  for (int64_t i = 0; i < draws.n * draws.k; ++i) positive(c.b, i);
+  CHECK(cuda::PortableMatmul(c.step, nullptr) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
+  for (int64_t row = 0; row < draws.m; ++row) {
+    for (int64_t column = 0; column < draws.n; ++column) {
+      double sum = 0;
+      for (int64_t k = 0; k < draws.k; ++k) {
+        sum += positive(c.a, row * draws.k + k) * positive(c.b, column * draws.k + k);
+      }
+      const double error = positive(c.d, row * draws.n + column) / sum - 1;
+      CHECK(std::fabs(error) < 0x1p-19);
+    }
+  }
+  emulator::Reset();
+}
+
 int Main(int argc, char** argv) {
   const auto [only, seed, draws] = Asked(argc, argv, 42);
   Random random(seed);
@@ -714,6 +748,7 @@ int Main(int argc, char** argv) {
   constexpr int64_t kKinds = std::size(kNames);
   int64_t kind = std::find(std::begin(kNames), std::end(kNames), only) - std::begin(kNames);
   if (kind == kKinds) CheckRefusals(random);
+  if (kind == kKinds) CheckLongSums(random);
   for (int64_t i = 0; i < draws; ++i) {
     const int64_t of = kind < kKinds ? kind : i % kKinds;
     if (of == kExperts) {

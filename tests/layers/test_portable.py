@@ -146,6 +146,34 @@ def test_float32_can_be_exact() -> None:
     np.testing.assert_array_equal(np.asarray(y[7]), np.inf * signs)
 
 
+@pytest.mark.parametrize("op", ["rows", "gradient of rows", "gradient of matrices"])
+def test_long_sums_of_float32_are_exact(op: str) -> None:
+    """Tensor cores round partial sums towards zero, so the error would grow with K."""
+    long, short = 8192, 16
+    shape = {"rows": (24, long, short), "gradient of rows": (24, short, long)}
+    n, a, b = shape.get(op, (long, 24, short))
+    rng = np.random.default_rng(3)
+    # All of one sign, so that rounding does not average out.
+    rows, matrices, cotangent = (
+        rng.random(each, np.float32) for each in ((n, a), (1, a, b), (n, b))
+    )
+    sizes = jnp.asarray([n], jnp.int32)
+
+    def run(rows, matrices):
+        return experts.grouped_matmul(rows, matrices, sizes)
+
+    with jax.default_matmul_precision("highest"):
+        y, back = jax.vjp(jax.jit(run), rows, matrices)
+        to_rows, to_matrices = back(cotangent)
+    wide = [each.astype(np.float64) for each in (rows, matrices[0], cotangent)]
+    found, want = {
+        "rows": (y, wide[0] @ wide[1]),
+        "gradient of rows": (to_rows, wide[2] @ wide[1].T),
+        "gradient of matrices": (to_matrices[0], wide[0].T @ wide[2]),
+    }[op]
+    np.testing.assert_allclose(found, want, rtol=2**-18)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_grouped_matmul(transposed: bool, dtype: str) -> None:

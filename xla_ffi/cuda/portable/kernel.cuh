@@ -380,17 +380,25 @@ struct Sums {
     uint32_t high[4], low[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) SplitToTf32(with.a[i][r], high[r], low[r]);
+    // Tensor cores round sums towards zero, which adds up over K. So they sum no more than the
+    // three products of 8 elements, which are added while the next ones are multiplied.
+    float sums[2][4];
 #pragma unroll
     for (int l = 0; l < 8; ++l) {
       const int j = i % 2 == 0 ? l : 7 - l;
       uint32_t b_high[2], b_low[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) SplitToTf32(with.b[j][r], b_high[r], b_low[r]);
+      float (&sum)[4] = sums[l % 2];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) sum[r] = 0;
       // The small ones first.
-      MultiplyAdd<float>(of[i][j], low, b_high[0], b_high[1]);
-      MultiplyAdd<float>(of[i][j], high, b_low[0], b_low[1]);
-      MultiplyAdd<float>(of[i][j], high, b_high[0], b_high[1]);
+      MultiplyAdd<float>(sum, low, b_high[0], b_high[1]);
+      MultiplyAdd<float>(sum, high, b_low[0], b_low[1]);
+      MultiplyAdd<float>(sum, high, b_high[0], b_high[1]);
+      if (l > 0) AddInOrder(of[i][i % 2 == 0 ? j - 1 : j + 1], sums[1 - l % 2]);
     }
+    AddInOrder(of[i][i % 2 == 0 ? 7 : 0], sums[1]);
   }
 };
 

@@ -75,6 +75,14 @@ JAX_EP_MULTIPLY_ADD(Float16, "m16n8k16.row.col.f32.f16.f16.f32")
 JAX_EP_MULTIPLY_ADD(float, "m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef JAX_EP_MULTIPLY_ADD
 
+// Adds to sums. Compilers keep its place among products, so that few of these wait in registers.
+__device__ __forceinline__ void AddInOrder(float (&to)[4], const float (&with)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("add.rn.f32 %0, %0, %1;" : "+f"(to[i]) : "f"(with[i]));
+  }
+}
+
 // Rounds the bits of a float to TF32, to nearest.
 __device__ __forceinline__ uint32_t RoundToTf32(uint32_t bits) {
   uint32_t rounded;

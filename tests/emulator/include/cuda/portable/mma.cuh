@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -61,6 +62,14 @@ float OneOf(uint32_t word, uint32_t i) {
   }
 }
 
+// Rounds as tensor cores do.
+inline float TowardsZero(double sum) {
+  const float nearest = static_cast<float>(sum);
+  return std::isfinite(sum) && std::abs(static_cast<double>(nearest)) > std::abs(sum)
+             ? std::nextafter(nearest, 0.0f)
+             : nearest;
+}
+
 template <typename Element>
 void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const auto* all = emulator::ExchangeWords({a[0], a[1], a[2], a[3], b0, b1}, "mma.sync");
@@ -68,12 +77,18 @@ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
   const uint32_t lane = emulator::Lane();
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    double sum = d[i];
     for (uint32_t k = 0; k < 2 * kHalf; ++k) {
       const uint32_t quad = k % kHalf / kOfWord, further = k / kHalf;
-      d[i] += OneOf<Element>(all[row % 8 * 4 + quad][2 * further + row / 8], k) *
-              OneOf<Element>(all[column * 4 + quad][4 + further], k);
+      sum += static_cast<double>(OneOf<Element>(all[row % 8 * 4 + quad][2 * further + row / 8], k)) *
+             OneOf<Element>(all[column * 4 + quad][4 + further], k);
     }
+    d[i] = TowardsZero(sum);
   }
+}
+
+inline void AddInOrder(float (&to)[4], const float (&with)[4]) {
+  for (int i = 0; i < 4; ++i) to[i] += with[i];
 }
 
 inline uint32_t RoundToTf32(uint32_t bits) {
