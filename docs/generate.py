@@ -226,8 +226,9 @@ def main():
         (
             BENCHMARKS,
             "layer options",
-            from_newest("moe-options", layer_tables.options),
+            from_newest("moe-options", layer_tables.options, 1),
         ),
+        (BENCHMARKS, "chunks", from_newest("moe-options", layer_tables.options, 2)),
         (BENCHMARKS, "matmuls", from_newest("matmuls", matmul_tables.kernels)),
         (BENCHMARKS, "routers", from_newest("routers", layer_tables.routers)),
         (BENCHMARKS, "decode", decode()),

@@ -133,8 +133,8 @@ def grouped(data, table):
     others, rows = _other_ways(data["results"]), []
     has_jax = "jax" in others
     for (case, op, room), us in found.items():
-        ours = us["hopper"]
-        rate = f"{_flops(data, case) / ours / 1e6:.0f}"
+        ours = us.get("hopper")
+        rate = f"{_flops(data, case) / (ours or us['portable']) / 1e6:.0f}"
         cells = [_number(us.get(way)) for way in (*others, "batched")]
         ratios = [_ratio(ours, us.get("batched"))]
         if has_jax:
@@ -147,10 +147,12 @@ def grouped(data, table):
     )
     source = performance_tables.source(data, data["command"])
     head = (
-        f"The grouped matmuls of `hopper` ({source}), in bfloat16 "
-        f"with random group sizes: {sizes}. `room` is how many rows the operand has "
-        "for each row in a group; in a default layer that is the number of ranks. "
-        "Times are in microseconds, for gate, up and down together. "
+        f"The grouped matmuls of `hopper` ({source}), in bfloat16 unless a size says "
+        f"otherwise, with random group sizes: {sizes}. `room` is how many rows the "
+        "operand has for each row in a group; in a default layer that is the number of "
+        "ranks. "
+        "Times are in microseconds, for gate, up and down together. TFLOP/s are those "
+        "of `hopper`, or of `portable` where that has none. "
         f"{_of_ways(data, others)}"
         "`batched` is one matmul with the same number of rows in every group "
         f"(cuBLAS). {_of_more_ways(data)}"
