@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers, options, oracle, quantized, quantizer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "aligned": {"expert_alignment": 8},

@@ -17,6 +17,8 @@ from support import helpers, moe
 from support.pages import python_blocks
 from support.remat import arguments, bare, exchanges, save_route
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 NAMES = ("jax_ep_route", "jax_ep_rows", "jax_ep_out")
 
 

@@ -18,6 +18,8 @@ from jax_ep._core import formats as table
 from support import format_values, helpers, oracle, quantizer
 from support.quantized import QUANTIZED, TILED, check, config_of, each_format, run
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CASES = {
     "plain": {},
     "float16": {"dtype": "float16"},

@@ -10,6 +10,8 @@ import pytest
 from jax_ep.router import Router, losses, route, update_bias
 from support.errors import check_form, raises
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 N, EXPERTS, TOP_K = 24, 16, 3
 
 ROUTERS = {

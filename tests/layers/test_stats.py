@@ -23,6 +23,8 @@ from support import helpers
 from support.errors import check_form, raises
 from support.loads import EXPERTS, ROWS, STEPS, check_numbers, make, placed, step
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def all_to_rank_0(mesh, ep, axes):
     """Operands of `step` with which all tokens of an EP group go to its rank 0."""

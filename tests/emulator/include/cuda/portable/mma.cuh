@@ -80,8 +80,9 @@ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
     double sum = d[i];
     for (uint32_t k = 0; k < 2 * kHalf; ++k) {
       const uint32_t quad = k % kHalf / kOfWord, further = k / kHalf;
-      sum += static_cast<double>(OneOf<Element>(all[row % 8 * 4 + quad][2 * further + row / 8], k)) *
-             OneOf<Element>(all[column * 4 + quad][4 + further], k);
+      sum +=
+          static_cast<double>(OneOf<Element>(all[row % 8 * 4 + quad][2 * further + row / 8], k)) *
+          OneOf<Element>(all[column * 4 + quad][4 + further], k);
     }
     d[i] = TowardsZero(sum);
   }
