@@ -51,7 +51,7 @@ def check(config: Any, ranks: int, rng: Any, fill: Any = wide, **made: Any) -> N
             helpers.assert_sums(y, expected[rank], f"y of rank {rank}")
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", options.MODES)
 def test_matches_oracle(mode: str, shape: str) -> None:

@@ -41,6 +41,7 @@ def close(actual, expected, name="", atol=1e-3):
     assert np.abs(np.asarray(expected)).max() > 10 * atol, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*((name, AxisType.Auto) for name in MESHES), ("dp x ep x tp", AxisType.Explicit)],

@@ -130,7 +130,7 @@ def agree(found, wanted):
         assert distance(got, others[name]) < 0.02, name
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "sizes", "codes", "changes"),
     [

@@ -130,6 +130,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("name", "biases", "pair"), COMBINATIONS)
 def test_values_and_gradients(implementation, name, biases, pair):
     run, dtype, bound = implementation

@@ -46,6 +46,7 @@ def exact():
     return gradients("float32", None, {})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("experts", "fields", "tolerance"),
     [

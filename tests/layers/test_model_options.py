@@ -239,7 +239,7 @@ def test_moe_ffn(axes, case):
         assert np.sum(aux.expert_counts) == count
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @BY_KIND
 @BY_NAME
 def test_flax_layers(kind, case, shape):

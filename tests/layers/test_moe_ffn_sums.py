@@ -46,6 +46,7 @@ def gradients(mesh, ep, params, x, dy, *, apart, check_vma=True):
     return jax.jit(jax.grad(lambda p: jnp.sum(run(p, x, dy))))(params)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("fused", [False, True], ids=["beside", "fused"])
 def test_gradients_are_summed_in_the_dtype_of_the_parameters(fused, check_vma) -> None:

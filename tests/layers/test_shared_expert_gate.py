@@ -42,6 +42,7 @@ def assert_equal(found, wanted):
         )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}])
 @pytest.mark.parametrize("capacity", [None, 2.0])
 def test_values_and_gradients(axes, capacity):

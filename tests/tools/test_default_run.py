@@ -19,6 +19,9 @@ FILE = "tests/tools/test_benchmark_wrong.py"  # all of it is thorough
 
 BARE = ["-o", f"testpaths={FILE}"]
 
+# They start pytest again, and what they test changes rarely.
+pytestmark = pytest.mark.thorough
+
 
 def pytest_run(*words: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

@@ -120,6 +120,7 @@ def of_threads(monkeypatch) -> dict[int, Any]:
     return natives
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", ["devices", "reach", "instance", "windows", "mapped"])
 def test_lies_about_windows(step, of_threads, all_closed, monkeypatch) -> None:
     of_threads |= fake_windows.Job(TWO).natives
