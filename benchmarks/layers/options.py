@@ -52,6 +52,7 @@ CASES = {
     "decode-1": Sizes(7168, 2048, 64, 1, 8),
     "gpt-oss-1": Sizes(2880, 2880, 32, 1, 4),
     "gpt-oss-128": Sizes(2880, 2880, 32, 128, 4),
+    "published": Sizes(2560, 1280, 64, 16384, 4, ("portable",)),
     "mid, odd": Sizes(2040, 1021, 64, 4096, 8, ("portable",)),
     "mid, long": Sizes(2048, 1024, 64, 32768, 8, CHUNKS),
     "large-64, long": Sizes(7168, 2048, 16, 32768, 8, CHUNKS),

@@ -772,27 +772,38 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const Arguments with) {
   // products, so that warps, which a barrier keeps together, do not all do the same at one time.
   using Element = typename Traits::Element;
   const FragmentPlaces<Traits> places(stages);
-  Fragments fragments[2];
+  // Exact products have no registers for two sets of fragments. They take three times as long, so
+  // loads matter less, and come after them.
+  constexpr bool kAhead = !Traits::kExact;
+  Fragments fragments[kAhead ? 2 : 1];
+  constexpr int kSecond = kAhead ? 1 : 0;
   Sums sums;
+  const auto load = [&]<uint32_t kSlot, int kTo>(int i) {
+    places.LoadA(fragments[kAhead ? kTo : 0], kSlot, kTo, i);
+    places.LoadB(fragments[kAhead ? kTo : 0], kSlot, kTo, i);
+  };
+  const auto load_all = [&]<uint32_t kSlot, int kTo>() {
+    __syncwarp();  // or the compiler would load before the products after all
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load.template operator()<kSlot, kTo>(i);
+  };
   const auto first = [&]<uint32_t kSlot, bool kWorks, bool kWhole>() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kWorks) {
-        places.LoadA(fragments[1], kSlot, 1, i);
-        places.LoadB(fragments[1], kSlot, 1, i);
-      }
+      if constexpr (kWorks && kAhead) load.template operator()<kSlot, 1>(i);
       if (i < 3) loader.template Copy<kWhole>((kSlot + kStages - 1) % kStages, i);
       if constexpr (kWorks) sums.Add<Element, Traits::kExact>(fragments[0], i);
     }
+    if constexpr (kWorks && !kAhead) load_all.template operator()<kSlot, 1>();
     EndCopies();
   };
   const auto second = [&]<uint32_t kSlot, bool kWorks>() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      places.LoadA(fragments[0], kSlot, 0, i);
-      places.LoadB(fragments[0], kSlot, 0, i);
-      if constexpr (kWorks) sums.Add<Element, Traits::kExact>(fragments[1], i);
+      if constexpr (kAhead) load.template operator()<kSlot, 0>(i);
+      if constexpr (kWorks) sums.Add<Element, Traits::kExact>(fragments[kSecond], i);
     }
+    if constexpr (!kAhead) load_all.template operator()<kSlot, 0>();
   };
   // One step, of whose operands `fragments[0]` has the first half.
   const auto step = [&]<uint32_t kSlot, bool kWorks>() {
