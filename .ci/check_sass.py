@@ -23,8 +23,8 @@ from typing import NamedTuple
 MAX_SPILL_BYTES = 100
 # Matmul kernels may spill addresses that are used once per tile, but no sums.
 MAX_MATMUL_SPILL_BYTES = 32
-# Exact products of float32 may spill more: 1% of what their loops do, beside three
-# products of tensor cores for each one of other kernels.
+# Exact products of float32 have more sums and parts of operands than registers. What
+# they spill is 1% of their instructions.
 MAX_EXACT_SPILL_BYTES = 1024
 # What ptxas prints when it makes tensor-core instructions wait for each other.
 SERIALIZED = re.compile(r"wgmma.*serialized.*function '?([\w.$]+)", re.I)

@@ -244,6 +244,17 @@ def copy_rate(seconds, tiny):
     return 2 * values.nbytes / ms
 
 
+def is_timed(option, sizes, ranks):
+    """Whether an option is timed for a layer of these sizes."""
+    if option.name == "plain":
+        return True
+    if option.blocks and (sizes.hidden % 128 or sizes.inner % 128):
+        return False
+    if ranks == 1 and option.config.get("overlap", "sm") != "sm":
+        return False  # nothing is exchanged
+    return option.name in sizes.options if sizes.options else option.chunks == 1
+
+
 def measure(case, sizes, names, rate, seconds, seed):
     """Yields the rows of a case."""
     axes = (jax.sharding.AxisType.Auto,)
@@ -256,11 +267,7 @@ def measure(case, sizes, names, rate, seconds, seed):
     elements = whole["gate_up"].size + whole["down"].size
     plain = {}
     for option in options():
-        whole_blocks = sizes.hidden % 128 == 0 and sizes.inner % 128 == 0
-        if option.name not in names or (option.blocks and not whole_blocks):
-            continue
-        alone = option.chunks == 1 and not sizes.options
-        if not (option.name == "plain" or option.name in sizes.options or alone):
+        if option.name not in names or not is_timed(option, sizes, ranks):
             continue
         params = of_option(option, whole)
         of_mesh = functools.partial(NamedSharding, mesh)
@@ -269,8 +276,6 @@ def measure(case, sizes, names, rate, seconds, seed):
         rows = part * (sizes.top_k + bool(option.config.get("fused_shared_expert")))
         if mesh.size > 1:
             rows = rows * 5 // 4
-        elif "overlap" in option.config and option.config["overlap"] != "sm":
-            continue  # with one rank nothing is exchanged
         config = jax_ep.EPConfig(
             num_experts=sizes.experts,
             top_k=sizes.top_k,

@@ -561,6 +561,8 @@ def test_sums_of_bfloat16_gradients():
 def test_memory(gradients):
     """With room for the worst case, an eighth of the tokens needs a fifth at most."""
     mesh = helpers.make_mesh(helpers.some_ranks(8))
+    # The bound is for the worst-case room of 8 ranks. One rank has room for its own
+    # rows alone, and there 8 chunks took half of what one takes.
     if mesh.size < 8:
         pytest.skip("needs 8 ranks: with fewer, tokens and gradients are most of it")
     hidden = inner = 1024
