@@ -1,6 +1,6 @@
 """Times experts that get few rows each, as in a decode step, on one Hopper GPU.
 
-    python -m benchmarks.layers.decode [--rows 1024 16] [--layer]
+    python -m benchmarks.layers.decode [--rows 262144 1024 16] [--layer]
 
 There are 64 experts of hidden 7168 and inner 2048. Every token has 8 distinct experts,
 drawn uniformly.
@@ -13,7 +13,8 @@ as many bytes as the weights of the experts that are hit have in a format, in th
 of two forms.
 
 A call has the steps of a model of --unrolled times 4 layers, or as many reads. They
-share what XLA takes between two calls. Results take the places of those of the call
+share what XLA takes between two calls. With more than 8192 rows, as in a prefill, a
+call is one step. Results take the places of those of the call
 before, as in a decode loop whose state is donated.
 
 For each way it reports microseconds per step, the GB/s at which the weights of experts
@@ -63,6 +64,8 @@ TINY = (
 # its end.
 MEASURED_S = 0.15
 IN_FLIGHT = 16
+# With more rows, steps are long and their arrays large: a call is one step.
+MOST_UNROLLED = 8192
 # Relative to a row's norm. Activations near a tie get other codes, and `batched` rounds
 # gate and up.
 BOUND = 0.02
@@ -133,7 +136,10 @@ def measure_experts(sizes, args):
     bytes_ = {name: steps.bytes_of_expert(each) for name, each in weights.items()}
     words = steps.make_words(sizes.groups * max(bytes_.values()) / 4)
     for rows in args.rows:
-        draws = steps.make_draws(random, sizes, rows) * args.unrolled
+        if rows > MOST_UNROLLED:
+            draws = steps.make_draws(random, sizes, rows, 1)
+        else:
+            draws = steps.make_draws(random, sizes, rows, DRAWS) * args.unrolled
         hit = float(np.mean([np.count_nonzero(draw.sizes) for draw in draws]))
         place = {"part": "experts", "rows": rows, "hit": hit}
         runs, reads = prepare_reads(words, hit, bytes_, len(draws))

@@ -35,7 +35,7 @@ WAYS = {
     "mxfp4-fp8": ("mxfp4", True),
     "batched": ("bf16", False),
 }
-DRAWS = 4  # of rows and their experts: a program has steps for each
+DRAWS = 4  # of few rows and their experts: a program has steps for each
 WORDS = 8192  # per row, in the form "rows" of a read
 STREAMS = 64  # in the form "streams"
 
@@ -129,10 +129,10 @@ def draw_sizes(rng, sizes, rows):
     return found.astype(np.int32)
 
 
-def make_draws(random, sizes, rows):
+def make_draws(random, sizes, rows, count):
     to_codes = jax.jit(lambda values: formats.quantize(values, "fp8_block128"))
     draws = []
-    for _ in range(DRAWS):
+    for _ in range(count):
         values = random.normal((rows, sizes.hidden))
         group_sizes = jnp.asarray(draw_sizes(random.rng, sizes, rows))
         draws.append(Draw(values, *to_codes(values), group_sizes))

@@ -62,6 +62,15 @@ CASES = {
     "mid": {"hidden": 2048, "inner": 1024, "experts": 64},
     # A decode step, with a number of tokens of its own.
     "decode": {"hidden": 7168, "inner": 2048, "experts": 128, "tokens": 128},
+    # Sizes of whole layers that others publish times of.
+    "many small": {
+        **{"hidden": 2048, "inner": 768, "experts": 128},
+        **{"tokens": 8192, "top_k": 8},
+    },
+    "few wide": {
+        **{"hidden": 4096, "inner": 14336, "experts": 8},
+        **{"tokens": 8192, "top_k": 2},
+    },
 }
 SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}
 LAYERS = ("p2p", "collective", "dense", "ragged")

@@ -99,9 +99,11 @@ def sizes(record, case):
     """Returns what tables call a case."""
     found = record["cases"][case]
     name = f"{found['hidden']} x {found['inner']}, {found['experts']} experts"
-    if found["tokens"] == record["tokens"]:
-        return name
-    return f"{name}, {found['tokens']} tokens"
+    if found["tokens"] != record["tokens"]:
+        name += f", {found['tokens']} tokens"
+    if found["top_k"] != record["top_k"]:
+        name += f", top-{found['top_k']}"
+    return name
 
 
 def best(rows, **wanted):
