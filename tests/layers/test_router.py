@@ -307,7 +307,8 @@ def test_dimensions_in_front(name):
     given["mask"] = mask.reshape(front)
     found = route(logits.reshape(*front, EXPERTS), TOP_K, ROUTERS[name], **given)
     for ours, theirs in zip(*map(jax.tree.leaves, (found, flat)), strict=True):
-        np.testing.assert_array_equal(ours, theirs.reshape(*front, -1))
+        # XLA sums scores in the order that it chooses for a shape.
+        np.testing.assert_allclose(ours, theirs.reshape(*front, -1), rtol=1e-6)
     told = map(jax.tree.leaves, (losses(found), losses(flat)))
     for ours, theirs in zip(*told, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -99,7 +99,7 @@ def test_kernels_show_by_name_in_a_trace(tmp_path):
             for line in plane.lines
             for event in line.events
         }
-    wanted = ("DispatchKernel", "CombineKernel")
+    wanted = ("DispatchLowLatencyKernel", "CombineLowLatencyKernel")
     if helpers.TRANSPORT == "collective":
         wanted = ("DispatchPackKernel", "CombinePackKernel", "CombineUnpackKernel")
     for word in wanted:
