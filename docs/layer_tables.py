@@ -366,11 +366,11 @@ def options(data, table):
     )
     head = (
         "A layer with each of its options ("
-        f"{performance_tables.source(data, data['command'])}): {sizes}. Times are in "
+        f"{performance_tables.runs(data)}): {sizes}. Times are in "
         "milliseconds, forward and with the gradients of tokens and parameters; `over` "
         "is a time over that of the plain layer, and `explained` what that should be "
         "for the products and bytes that the option adds, at the plain layer's rate "
-        f"and at {data['copy_gb_s']:.0f} GB/s, which a copy reached in the same run. "
+        f"and at {data['copy_gb_s']:.0f} GB/s, which a copy reached. "
         "`memory` is that of intermediate results in the forward pass, over the "
         "experts' weights in bfloat16."
     )

@@ -22,5 +22,6 @@ def runs(record):
 def joined(before, after, **entries):
     """Returns `after` with `entries`, and with the runs and problems of both."""
     lists = {"runs": [*runs(before), *runs(after)]}
-    lists["problems"] = before["problems"] + after["problems"]
+    if "problems" in after:
+        lists["problems"] = before["problems"] + after["problems"]
     return {**after, **entries, **lists}

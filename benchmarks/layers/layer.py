@@ -64,12 +64,18 @@ CASES = {
     "decode": {"hidden": 7168, "inner": 2048, "experts": 128, "tokens": 128},
     # Sizes of whole layers that others publish times of.
     "many small": {
-        **{"hidden": 2048, "inner": 768, "experts": 128},
-        **{"tokens": 8192, "top_k": 8},
+        "hidden": 2048,
+        "inner": 768,
+        "experts": 128,
+        "tokens": 8192,
+        "top_k": 8,
     },
     "few wide": {
-        **{"hidden": 4096, "inner": 14336, "experts": 8},
-        **{"tokens": 8192, "top_k": 2},
+        "hidden": 4096,
+        "inner": 14336,
+        "experts": 8,
+        "tokens": 8192,
+        "top_k": 2,
     },
 }
 SMALL = {"tiny": {"hidden": 128, "inner": 128, "experts": 4}}

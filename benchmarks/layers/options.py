@@ -1,6 +1,6 @@
 """Times a layer with each of its options beside the plain layer.
 
-    python -m benchmarks.layers.options [--cases mid gpt-oss]
+    python -m benchmarks.layers.options [--cases mid gpt-oss] [--options fp8]
 
 A row is `jax_ep.moe_ffn` on a mesh of all GPUs, with room for the rows that arrive (a
 quarter more on several GPUs), forward and with the gradients of tokens and parameters.
@@ -10,10 +10,12 @@ what the option adds, which is products at the plain layer's rate and bytes at t
 of a copy that is timed in the same run. So `over explained` shows an option that costs
 more than what it does. `of weights` is the memory for intermediate results over the
 experts' weights in bfloat16. Ways with codes of weights have no gradients of those.
+`--merge` puts the options of this run into an earlier record of the same devices.
 Writes benchmarks/results/moe-options-<device>x<n>-<date>.json.
 """
 
 import functools
+import json
 import statistics
 import sys
 import time
@@ -27,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from benchmarks.common import arguments as common
-from benchmarks.common import recording, timing
+from benchmarks.common import merging, recording, timing
 from jax_ep import experts
 
 
@@ -303,6 +305,25 @@ def measure(case, sizes, names, rate, seconds, seed):
                 }
 
 
+def merged(before, after):
+    """Joins the records of two runs; rows of the later one win, but for plain layers.
+
+    A row is over the plain layer of its own run.
+    """
+    for name in ("device", "count", "jax"):
+        merging.require_same("options.py", name, before[name], after[name])
+    rows = {}
+    for row in before["results"] + after["results"]:
+        place = row["case"], row["option"], row["pass"]
+        if place in rows and row["option"] == "plain":
+            continue
+        rows[place] = row
+    cases = before["cases"] | after["cases"]
+    order = list(cases)
+    found = sorted(rows.values(), key=lambda row: order.index(row["case"]))
+    return merging.joined(before, after, cases=cases, results=found)
+
+
 def main(arguments=None):
     parser = common.parser(__doc__)
     every = [option.name for option in options()]
@@ -312,6 +333,7 @@ def main(arguments=None):
     parser.add_argument("--options", nargs="+", default=every, choices=every)
     parser.add_argument("--seconds", type=float, default=0.1, help="per time, at least")
     parser.add_argument("--seed", type=int, default=0, help="of all operands")
+    common.add_merge(parser)
     common.add_tiny(parser)
     args = common.parsed(parser, arguments, TINY)
     if jax.default_backend() != "gpu" and not args.tiny:
@@ -331,7 +353,9 @@ def main(arguments=None):
         copy_gb_s=rate / 1e6,
         results=rows,
     )
-    recording.write(recording.of("moe-options", record), record, args.results)
+    name = recording.of("moe-options", record)
+    earlier = [json.loads(path.read_text()) for path in args.merge]
+    recording.write(name, functools.reduce(merged, [*earlier, record]), args.results)
     return 0
 
 

@@ -21,6 +21,7 @@ from jax_ep._experts import grouped, kernels, mxfp4, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
+MANY_ROWS = 256  # per expert, from which weights in "mxfp4" are turned into fp8 codes
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
 
@@ -73,18 +74,19 @@ class HopperOperations(Operations):
     ) -> jax.Array:
         """Overrides `Operations.fprop`."""
         bias = None if bias is None else bias.astype(jnp.float32)
+        operand = _fp8_rows(rows)
+        found = _fp8_matrices(rows, weights, which, sizes)
+        if operand is not None and found is not None:
+            matrices, scales = found
+            matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
+            given = operand, matrices, _merged(scales)
+            return kernels.fp8_fprop(*given, sizes, dtype, bias)
         if weights.format == "mxfp4":
             run = _mxfp4(rows, weights, which, sizes, bias)
             if run is not None:
                 out = jnp.bfloat16 if _is_bfloat16(dtype) else jnp.float32
                 return run(out).astype(dtype)
-        operand = _fp8(rows, weights)
-        if operand is None:
-            return super().fprop(rows, weights, which, sizes, dtype, bias)
-        matrices = _transposed(weights, which)
-        matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
-        scales = _merged(getattr(weights, f"{which}_scales"))
-        return kernels.fp8_fprop(operand, matrices, scales, sizes, dtype, bias)
+        return super().fprop(rows, weights, which, sizes, dtype, bias)
 
     def dgrad(
         self,
@@ -123,25 +125,20 @@ class HopperOperations(Operations):
     ) -> tuple[Rows, jax.Array | None]:
         """Overrides `Operations.gate_up`."""
         activation = inner.of_kernels
+        operand = _fp8_rows(rows)
+        found = _fp8_matrices(rows, weights, "gate_up", sizes)
+        if operand is not None and found is not None and activation is not None:
+            h, gate_up_rows = kernels.fp8_gate_up(
+                operand, *found, sizes, keep, inner.bias, activation
+            )
+            return Rows(*h), gate_up_rows
         if weights.format == "mxfp4" and activation is not None and not keep:
             fused = _mxfp4(rows, weights, "gate_up", sizes, inner.bias, activation)
             if fused is not None and rows.scales is None and _is_bfloat16(dtype):
                 return Rows(fused(jnp.bfloat16), None), None
             if fused is not None and rows.scales is not None:
                 return quantized_rows(fused(jnp.float32)), None
-        operand = _fp8(rows, weights)
-        if operand is None or activation is None:
-            return super().gate_up(rows, weights, sizes, inner, keep, dtype)
-        h, gate_up_rows = kernels.fp8_gate_up(
-            operand,
-            _transposed(weights, "gate_up"),
-            weights.gate_up_scales,
-            sizes,
-            keep,
-            inner.bias,
-            activation,
-        )
-        return Rows(*h), gate_up_rows
+        return super().gate_up(rows, weights, sizes, inner, keep, dtype)
 
     def apply(
         self,
@@ -252,6 +249,24 @@ def _fp8_rows(rows: Rows) -> kernels.Fp8Rows | None:
     return kernels.Fp8Rows(rows.values, rows.scales.astype(jnp.float32))
 
 
+def _fp8_matrices(
+    rows: Rows, weights: QuantizedWeights, which: Which, sizes: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns transposed codes and scales for the fp8 kernels; None if others serve.
+
+    Matrices in "mxfp4" are turned into codes where each expert has many rows. That
+    takes as long as to write them, once, and the products take half as long.
+    """
+    codes, scales = getattr(weights, which), getattr(weights, f"{which}_scales")
+    if weights.format == "fp8_block128":
+        return _transposed(weights, which), scales
+    if rows.scales is None or rows.values.shape[0] < MANY_ROWS * sizes.shape[0]:
+        return None
+    # Not before the rows exist, so that only one matrix is in memory as fp8 codes.
+    codes, scales, _ = jax.lax.optimization_barrier((codes, scales, rows.values))
+    return quantized.fp8_of_mxfp4(codes, scales)
+
+
 def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
     """Returns a matrix as the mxfp4 kernels read it; None if they do not."""
     found = getattr(weights, f"{which}_transposed")
@@ -265,7 +280,8 @@ def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:
     # With explicit axes, JAX must be told how a result is sharded. What shards a matrix
     # may cut its tiles, so only experts stay apart.
     apart = NamedSharding(placed.mesh, PartitionSpec(placed.spec[0]))
-    return jax.sharding.auto_axes(mxfp4.tiles, out_sharding=apart)(*given)
+    by_expert: Any = jax.sharding.auto_axes(mxfp4.tiles, out_sharding=apart)
+    return by_expert(*given)
 
 
 def _mxfp4(

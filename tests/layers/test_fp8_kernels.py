@@ -22,6 +22,7 @@ from jax_ep import experts, formats
 from jax_ep._experts import (
     activations,
     devices,
+    hopper_fp8,
     kernels,
     mxfp4,
     operations,
@@ -583,6 +584,35 @@ def test_weights_in_mxfp4(canonical, form, ready):
                 assert set(taken) == {"mxfp4_fprop"}
 
 
+def test_weights_in_mxfp4_become_fp8_for_many_rows(ready, monkeypatch):
+    """The fp8 kernels multiply them then; the values are the same."""
+    monkeypatch.setattr(hopper_fp8, "MANY_ROWS", COUNT // len(SIZES))
+    rows, _ = weights_of()
+    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    sizes = jnp.array(SIZES, jnp.int32)
+    real, taken = slice(sum(SIZES)), ready if ready is not None else []
+    here, there = HopperOperations(), Operations()
+    weights = here.quantize_weights(*map(jnp.asarray, (gate_up, down)), "mxfp4", False)
+    bias = jnp.ones((3, F), jnp.float32)
+    product = Inner(None, None, (), lambda g, u, _: g * u, None)
+    for inner, keep, wanted in (
+        (Inner(bias, None, (), None, kernels.SWIGLU), False, {"fp8_gate_up"}),
+        (Inner(None, None, (), None, kernels.SWIGLU), True, {"fp8_gate_up"}),
+        (product, True, {"fp8_fprop"}),
+    ):
+        taken.clear()
+        given = (rows, weights, sizes, inner, keep, jnp.dtype("bfloat16"))
+        (h, kept), (want, own) = here.gate_up(*given), there.gate_up(*given)
+        assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
+        assert (kept is not None) == keep
+        assert not keep or distance(kept[real], own[real]) < CLOSE
+        assert ready is None or set(taken) == wanted
+        taken.clear()
+        given = (h, weights, "down", sizes, jnp.float32)
+        assert distance(here.fprop(*given)[real], there.fprop(*given)[real]) < CLOSE
+        assert ready is None or set(taken) == {"fp8_fprop"}
+
+
 @pytest.mark.parametrize(("hidden", "inner"), [(160, 96), (32, 288)])
 def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
     """The kernels' tiles have edges that no matrix has."""
@@ -615,6 +645,7 @@ def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
             *("fp8_block128", "mxfp4", COUNT),
             ["mxfp4_gate_up", "quantize", "mxfp4_fprop"],
         ),
+        ("fp8_block128", "mxfp4", 768, ["fp8_gate_up", "fp8_fprop"]),
         ("fp8_block128", "fp8_block128", COUNT, ["fp8_experts"]),
         ("fp8_block128", "fp8_block128", 384, ["fp8_experts"]),
         ("fp8_block128", "fp8_block128", 385, ["fp8_gate_up", "fp8_fprop"]),
