@@ -26,6 +26,7 @@ import layer_bars
 import layer_tables
 import matmul_tables
 import performance_tables
+import rows_lines
 
 from benchmarks.calls import format_errors
 from jax_ep._cli import main as command
@@ -236,6 +237,11 @@ def main():
         (BENCHMARKS, "train", from_newest("train", layer_tables.train)),
         (BENCHMARKS, "nodes", from_newest("nodes", performance_tables.nodes)),
         (BENCHMARKS, "sms", from_newest("kernels", performance_tables.sms)),
+        (
+            BENCHMARKS,
+            "calls_by_sms",
+            from_newest("sms", performance_tables.calls_by_sms),
+        ),
         (BENCHMARKS, "overlap", from_newest("overlap", performance_tables.overlap)),
         (BENCHMARKS, "graphs", from_newest("overlap", performance_tables.graphs)),
         (BENCHMARKS, "halves", from_newest("options", performance_tables.halves)),
@@ -250,6 +256,8 @@ def main():
     pictures = {name: each.svg() for name, each in diagrams.DIAGRAMS.items()}
     if layers := newest("layer"):
         pictures[layer_bars.PICTURE] = layer_bars.svg(layers)
+    if few := newest("decode", 1):
+        pictures[rows_lines.PICTURE] = rows_lines.svg(few)
     for name, picture in pictures.items():
         path = ROOT / "docs" / name
         if not path.exists() or path.read_text() != picture:

@@ -29,9 +29,11 @@ def _without_blanks(header, rows):
 
 def layers_in_short(data, _):
     """Shows the picture of README.md."""
+    # Of the run that measured the first size, which the picture shows.
+    run = {**data, **data.get("runs", [data])[0]}
     head = (
         f"A layer's times on {data['count']} x {data['device']} "
-        f"({performance_tables.versions(data)}{data['date']}), for router, exchange, "
+        f"({performance_tables.versions(run)}{run['date']}), for router, exchange, "
         f"SwiGLU experts and exchange, {data['tokens']} tokens per rank, top-"
         f"{data['top_k']}, bfloat16; other sizes are in "
         "[docs/benchmarks.md](docs/benchmarks.md#whole-layers):"
@@ -100,6 +102,7 @@ def all_layers(data, table):
     return "\n\n".join(
         [
             layers(data, table),
+            *_rates(data, table),
             "The experts alone, for each way of multiplying:",
             table(("size", "pass", "way", "ms"), alone),
             *_stats_cost(data, table),
@@ -108,6 +111,29 @@ def all_layers(data, table):
             *_steps(data, table),
         ]
     )
+
+
+_PRODUCTS = {"forward": 1, "both": 3}  # with each matrix of an expert
+
+
+def _rates(data, table):
+    """Yields the rates of p2p's layer in bfloat16, counted as others do."""
+    cells = []
+    for each in report.summary(data):
+        case = data["cases"][each["case"]]
+        if each["p2p"]:
+            products = case["tokens"] * case["top_k"] * case["hidden"] * case["inner"]
+            flops = 6 * products * _PRODUCTS[each["pass"]]
+            rate = f"{flops / each['p2p']['ms'] / 1e9:.0f}"
+            name = report.sizes(data, each["case"])
+            cells.append((name, report.PASSES[each["pass"]], rate))
+    if cells:
+        yield (
+            "The TFLOP/s per GPU of p2p's layer in bfloat16, which count the three "
+            "products of each token with its experts, and three times as much with "
+            "gradients:"
+        )
+        yield table(("layer", "", "TFLOP/s"), cells)
 
 
 OPS = {
@@ -368,8 +394,9 @@ def options(data, table):
         "A layer with each of its options ("
         f"{performance_tables.runs(data)}): {sizes}. Times are in "
         "milliseconds, forward and with the gradients of tokens and parameters; `over` "
-        "is a time over that of the plain layer, and `explained` what that should be "
-        "for the products and bytes that the option adds, at the plain layer's rate "
+        "is a time over that of the plain layer in the same run, and `explained` what "
+        "that should be for the products and bytes that the option adds, at the plain "
+        "layer's rate "
         f"and at {data['copy_gb_s']:.0f} GB/s, which a copy reached. "
         "`memory` is that of intermediate results in the forward pass, over the "
         "experts' weights in bfloat16."

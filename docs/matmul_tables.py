@@ -97,7 +97,7 @@ def decode(data, table, with_layers):
     )
     together = f" and {data['steps']} steps per call" if "steps" in data else ""
     head = (
-        f"{_source(data)}: one rank's experts, {sizes['groups']} of "
+        f"{performance_tables.runs(data)}: one rank's experts, {sizes['groups']} of "
         f"hidden {sizes['hidden']} and inner {sizes['inner']}, with "
         f"{sizes['top_k']} experts per token{together}. `of read` is the time over "
         "that of a plain read of the weights of the experts that are hit. Such a read "

@@ -197,6 +197,26 @@ def sms(data, table):
     return f"{source(data, data['command'])}.\n\n" + table(columns, rows)
 
 
+def calls_by_sms(data, table):
+    """Shows microseconds of whole calls, by `num_sms`."""
+    found, counts = {}, {}
+    for row in data["results"]:
+        if row["wrong"]:
+            raise SystemExit(f"the newest sms file is unfit: {row}")
+        if not row["zero_tail"]:
+            counts[row["num_sms"]] = None
+            place = row["op"], row["tokens"]
+            found.setdefault(place, {})[row["num_sms"]] = row["us"]
+    rows = [
+        (*place, *(f"{us[c]:.1f} ({us[c] / us[None]:.2f})" for c in counts))
+        for place, us in sorted(found.items())
+    ]
+    names = ("default" if count is None else f"{count} SMs" for count in counts)
+    return f"{source(data, data['command'])}.\n\n" + table(
+        ("", "T per rank", *names), rows
+    )
+
+
 def runs(data):
     """Like `source`, for each of the runs that a record was made of."""
     each = data.get("runs", [data])

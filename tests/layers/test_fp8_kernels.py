@@ -645,7 +645,7 @@ def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
             *("fp8_block128", "mxfp4", COUNT),
             ["mxfp4_gate_up", "quantize", "mxfp4_fprop"],
         ),
-        ("fp8_block128", "mxfp4", 768, ["fp8_gate_up", "fp8_fprop"]),
+        ("fp8_block128", "mxfp4", 1152, ["fp8_gate_up", "fp8_fprop"]),
         ("fp8_block128", "fp8_block128", COUNT, ["fp8_experts"]),
         ("fp8_block128", "fp8_block128", 384, ["fp8_experts"]),
         ("fp8_block128", "fp8_block128", 385, ["fp8_gate_up", "fp8_fprop"]),
