@@ -24,11 +24,11 @@ void Right() {
       for (const char* program : kPrograms) {
         CurrentCase() = std::string(program) + ", ranks " + std::to_string(setup.ranks) +
                         ", a node " + std::to_string(setup.node);
-        CHECK(World(setup, {}).Run(program, 8));
+        CHECK(World(setup, {}).Run(program, 4));
       }
       CurrentCase() = "one region";
       CHECK(World({setup.ranks, setup.node, 1, setup.bundles, first_epoch, 6}, {})
-                .Run("D C D C~", 8));
+                .Run("D C D C~", 4));
     }
   }
 }

@@ -15,6 +15,7 @@ from jax_ep import experts
 from jax_ep._experts import (
     devices,
     grouped,
+    hopper_fp8,
     kernels,
     operations,
     select,
@@ -433,9 +434,17 @@ def test_mxfp4_weights(name):
     )
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_block128"])
-def test_gradients_pass_frozen_weights(name):
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [("bf16", False), ("fp8_block128", False), ("fp8_block128", True)],
+)
+def test_gradients_pass_frozen_weights(name, many, request, monkeypatch):
     """They reach rows, biases and what an activation closes over, but no codes."""
+    taken: list[str] = []
+    if many:  # with kernels, codes become those of fp8_block128
+        if jax.default_backend() == "cpu":
+            taken = request.getfixturevalue("fake_kernels")
+        monkeypatch.setattr(hopper_fp8, "MANY_ROWS", 1)
     hidden, inner = (96, 64) if name == "bf16" else (H, F)
     rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
     rows = rows.astype(jnp.bfloat16)
@@ -478,6 +487,8 @@ def test_gradients_pass_frozen_weights(name):
     assert np.isfinite(to_scale)
     assert to_scale != 0
     assert to_weights.gate_up.dtype == jax.dtypes.float0
+    if many and jax.default_backend() == "cpu":
+        assert taken.count("fp8_fprop") == 2
 
 
 def test_gradients_point_where_those_of_bfloat16_do():

@@ -25,6 +25,10 @@ target_include_directories(jax_ep_cudart SYSTEM
 target_link_libraries(jax_ep_cudart INTERFACE "${JAX_EP_CUDART}" ${CMAKE_DL_LIBS} rt
                                               Threads::Threads)
 
+# What is defined first is compiled first: with the handlers last, one core would compile them alone.
+add_library(jax_ep_cuda_handlers OBJECT ffi/cuda_handlers.cc)
+target_include_directories(jax_ep_cuda_handlers SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
+nanobind_opt_size(jax_ep_cuda_handlers)
 add_library(
   jax_ep_cuda OBJECT
   cuda/collective/dispatch_pack.cu cuda/collective/dispatch_unpack.cu
@@ -72,7 +76,7 @@ foreach(jax_ep_arch ${CMAKE_CUDA_ARCHITECTURES})
       PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_80,code=${jax_ep_code}>)
   endforeach()
 endforeach()
-foreach(part jax_ep_cuda jax_ep_windows jax_ep_matmul jax_ep_portable)
+foreach(part jax_ep_cuda_handlers jax_ep_cuda jax_ep_windows jax_ep_matmul jax_ep_portable)
   set_target_properties(${part} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(${part} PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
   target_compile_options(
@@ -81,11 +85,11 @@ foreach(part jax_ep_cuda jax_ep_windows jax_ep_matmul jax_ep_portable)
   target_link_libraries(${part} PUBLIC jax_ep_cudart)
 endforeach()
 
-nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc ffi/cuda_handlers.cc
+nanobind_add_module(_native_cuda STABLE_ABI NB_STATIC ffi/cuda_module.cc
                     ffi/cuda_reports.cc ffi/window_group.cc)
 target_include_directories(_native_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE}")
 target_compile_options(_native_cuda PRIVATE -Wall -Wextra)
-target_link_libraries(_native_cuda PRIVATE jax_ep_cuda jax_ep_windows jax_ep_matmul
-                                           jax_ep_portable Threads::Threads)
+target_link_libraries(_native_cuda PRIVATE jax_ep_cuda_handlers jax_ep_cuda jax_ep_windows
+                                           jax_ep_matmul jax_ep_portable Threads::Threads)
 jax_ep_link_portably(_native_cuda)
 install(TARGETS _native_cuda LIBRARY DESTINATION "${JAX_EP_DESTINATION}")
