@@ -70,6 +70,7 @@ def program(ep: Any, mesh: Any, split: bool) -> Any:
     return jax.jit(moe.sharded(mesh, body))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @hypothesis.settings(max_examples=6, deadline=None)
 @hypothesis.given(st.booleans(), st.integers(0, 2**32 - 1))

@@ -97,6 +97,7 @@ def test_loops_and_remat(wrap: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @each_format
 def test_remat_that_saves_rows(name: str) -> None:
     """remat restores saved codes unchanged, and nothing is exchanged twice."""

@@ -587,6 +587,7 @@ def test_others_take_no_codes(name):
     check_form(caught, f"experts.{name}", "QuantizedWeights", "experts.fp8")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by", ["reference", "kernels"])
 def test_weights_in_mxfp4_take_rows_of_any_format(by, request):
     """Those of "mxfp8" are exact in bfloat16. Sizes are multiples of 32, not of 128."""

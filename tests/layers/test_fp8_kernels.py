@@ -546,6 +546,7 @@ def test_operations_equal_the_reference(canonical, ready):
         assert distance(got, one) < CLOSE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("canonical", [False, pytest.param(True, marks=THOROUGH)])
 @pytest.mark.parametrize(
     "form", ["codes", "bfloat16", pytest.param("float16", marks=THOROUGH)]
@@ -613,6 +614,7 @@ def test_weights_in_mxfp4_become_fp8_for_many_rows(ready, monkeypatch):
         assert ready is None or set(taken) == {"fp8_fprop"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("hidden", "inner"), [(160, 96), (32, 288)])
 def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
     """The kernels' tiles have edges that no matrix has."""
@@ -792,7 +794,7 @@ def test_a_checkpoint_holds_canonical_codes(tmp_path, ready):
     helpers.assert_bits(found, want)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(512, 256), (384, 256), (128, 256), (512, 128), (128, 128)]

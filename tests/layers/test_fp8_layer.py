@@ -209,6 +209,7 @@ def test_no_gather_of_masters_beside_codes():
     assert not masters.search(program("beside"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("either_operations")
 def test_codes_alone_and_a_fused_shared_expert():
     fields = {"fused_shared_expert": True}

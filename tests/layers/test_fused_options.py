@@ -130,7 +130,7 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "biases", "pair"), COMBINATIONS)
 def test_values_and_gradients(implementation, name, biases, pair):
     run, dtype, bound = implementation
@@ -184,7 +184,7 @@ def test_second_derivatives(name, pair, monkeypatch):
         assert distance(found[operand], want) < 0.1, operand
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["swiglu", "swiglu_clamped", "tanh"])
 def test_a_pair_gives_the_same_bits(implementation, name):
     """But of products that XLA orders, which differ by their columns."""

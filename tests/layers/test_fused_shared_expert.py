@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_single_grouped_matmul(name):
     """For fewer tokens than T, some of them masked: results, drops and gradients."""

@@ -88,7 +88,7 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
     assert np.abs(found - wanted).max() <= bound * max(np.abs(wanted).max(), 1e-30)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [

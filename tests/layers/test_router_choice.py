@@ -123,7 +123,7 @@ def test_equals_the_plain_router(
     assert_same(found, want)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @BY_NAME
 def test_gradients(router: Router, calls: Any) -> None:
     """First and second gradients, and forward mode, equal the plain router's."""

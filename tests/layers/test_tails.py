@@ -112,7 +112,7 @@ def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jnp.clip(gate, -1, 1) * up
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["auto", "hopper", "fp8"])
 @pytest.mark.parametrize(
     ("fields", "options"),

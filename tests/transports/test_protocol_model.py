@@ -33,7 +33,7 @@ def test_two_ranks(program: str, depth: int, workers: int) -> None:
     assert result.states > 60
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("program", "design"),
     [
