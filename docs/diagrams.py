@@ -7,6 +7,7 @@ them without a script. They have a light background of their own, for dark pages
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from html import escape
 
 GAP_X, GAP_Y, PAD = 34, 30, 16
@@ -24,6 +25,20 @@ text { font: 14px system-ui, "Segoe UI", "Noto Sans", sans-serif; fill: #1f2328 
 .frame { fill: none; stroke: #8c959f; stroke-dasharray: 5 4; rx: 10px }
 .arrow { fill: none; stroke: #57606a; stroke-width: 1.5; marker-end: url(#head) }
 """
+
+
+def picture(width: float, height: float, parts: Iterable[str]) -> str:
+    """Returns an SVG of these parts on a light background, with the pages' style."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}">',
+            f"<style>\n{STYLE}</style>",
+            f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +113,12 @@ class Diagram:
         where = 'markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto"'
         units = 'markerUnits="userSpaceOnUse"'
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}">',
-            f"<style>\n{STYLE}</style>",
             f'<defs><marker id="head" {where} {units}>{head}</marker></defs>',
-            f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
             *(self.draw_frame(*frame, width) for frame in self.frames),
             *(self.draw_arrow(self.boxes[a], self.boxes[b]) for a, b in self.arrows),
             *map(self.draw_box, self.boxes.values()),
-            "</svg>",
         ]
-        return "\n".join(parts) + "\n"
+        return picture(width, height, parts)
 
 
 # The calls of a layer on transport collective (README.md).

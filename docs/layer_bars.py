@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from diagrams import PAD, STYLE
+from diagrams import PAD, picture
 
 from benchmarks.layers import report
 
@@ -51,16 +51,7 @@ def svg(data) -> str:
             y += BAR + GAP
         y += GAP
     height = y + PAD - 2 * GAP
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}">',
-            f"<style>\n{STYLE}</style>",
-            f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    return picture(width, height, parts)
 
 
 def caption(data) -> str:

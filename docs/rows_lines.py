@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from diagrams import PAD, STYLE
+from diagrams import PAD, picture
 
 PICTURE = "rows.svg"  # in docs/
 WIDTH, HEIGHT, LEFT, BELOW, KEY = 560, 320, 60, 44, 250
@@ -74,13 +74,4 @@ def svg(data) -> str:
             f'<text x="{x + 34}" y="{y}">{label}</text>',
         ]
     width, height = 2 * PAD + LEFT + WIDTH + KEY, 2 * PAD + HEIGHT + BELOW
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}">',
-            f"<style>\n{STYLE}</style>",
-            f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    return picture(width, height, parts)

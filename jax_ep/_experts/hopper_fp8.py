@@ -75,12 +75,13 @@ class HopperOperations(Operations):
         """Overrides `Operations.fprop`."""
         bias = None if bias is None else bias.astype(jnp.float32)
         operand = _fp8_rows(rows)
-        found = _fp8_matrices(rows, weights, which, sizes)
-        if operand is not None and found is not None:
-            matrices, scales = found
-            matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
-            given = operand, matrices, _merged(scales)
-            return kernels.fp8_fprop(*given, sizes, dtype, bias)
+        if operand is not None:
+            found = _fp8_matrices(rows, weights, which, sizes)
+            if found is not None:
+                matrices, scales = found
+                matrices = matrices.reshape(matrices.shape[0], -1, matrices.shape[-1])
+                given = operand, matrices, _merged(scales)
+                return kernels.fp8_fprop(*given, sizes, dtype, bias)
         if weights.format == "mxfp4":
             run = _mxfp4(rows, weights, which, sizes, bias)
             if run is not None:
@@ -126,12 +127,13 @@ class HopperOperations(Operations):
         """Overrides `Operations.gate_up`."""
         activation = inner.of_kernels
         operand = _fp8_rows(rows)
-        found = _fp8_matrices(rows, weights, "gate_up", sizes)
-        if operand is not None and found is not None and activation is not None:
-            h, gate_up_rows = kernels.fp8_gate_up(
-                operand, *found, sizes, keep, inner.bias, activation
-            )
-            return Rows(*h), gate_up_rows
+        if operand is not None and activation is not None:
+            found = _fp8_matrices(rows, weights, "gate_up", sizes)
+            if found is not None:
+                h, gate_up_rows = kernels.fp8_gate_up(
+                    operand, *found, sizes, keep, inner.bias, activation
+                )
+                return Rows(*h), gate_up_rows
         if weights.format == "mxfp4" and activation is not None and not keep:
             fused = _mxfp4(rows, weights, "gate_up", sizes, inner.bias, activation)
             if fused is not None and rows.scales is None and _is_bfloat16(dtype):
@@ -254,13 +256,13 @@ def _fp8_matrices(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns transposed codes and scales for the fp8 kernels; None if others serve.
 
-    Matrices in "mxfp4" are turned into codes where each expert has many rows. That
-    takes as long as to write them, once, and the products take half as long.
+    Matrices in "mxfp4" are turned into codes where each expert has many rows. With
+    fewer, the products by the codes of mxfp4 take less than that pass.
     """
     codes, scales = getattr(weights, which), getattr(weights, f"{which}_scales")
     if weights.format == "fp8_block128":
         return _transposed(weights, which), scales
-    if rows.scales is None or rows.values.shape[0] < MANY_ROWS * sizes.shape[0]:
+    if rows.values.shape[0] < MANY_ROWS * sizes.shape[0]:
         return None
     # Not before the rows exist, so that only one matrix is in memory as fp8 codes.
     codes, scales, _ = jax.lax.optimization_barrier((codes, scales, rows.values))

@@ -145,9 +145,9 @@ def test_hopper_names_what_it_lacks(monkeypatch):
     assert found == "GPUs of compute capability 9.0, got NVIDIA B200 10.0"
 
 
-def test_hopper_says_where_it_does_not_run():
-    if experts.hopper_obstacle(H, 100) is None:
-        pytest.skip("it runs on this GPU")
+def test_hopper_says_where_it_does_not_run(monkeypatch):
+    monkeypatch.setattr(kernels, "built", lambda: False)
+    assert experts.hopper_obstacle(H, 100) is not None
     rows, gate_up, down = operands((1, 1, 1), "bfloat16")
     with pytest.raises(ValueError, match=r"^jax_ep.experts.hopper: must have .*, got"):
         experts.hopper(rows, gate_up[..., :100], down[:, :100], jnp.ones(L, jnp.int32))

@@ -546,6 +546,15 @@ def test_operations_equal_the_reference(canonical, ready):
         assert distance(got, one) < CLOSE
 
 
+def four_bits():
+    """Rows as codes, weights in "mxfp4", and the sizes of groups."""
+    rows, _ = weights_of()
+    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    given = map(jnp.asarray, (gate_up, down))
+    weights = HopperOperations().quantize_weights(*given, "mxfp4", False)
+    return rows, weights, jnp.array(SIZES, jnp.int32)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("canonical", [False, pytest.param(True, marks=THOROUGH)])
 @pytest.mark.parametrize(
@@ -553,12 +562,9 @@ def test_operations_equal_the_reference(canonical, ready):
 )
 def test_weights_in_mxfp4(canonical, form, ready):
     """Rows of every kind, with and without biases."""
-    rows, _ = weights_of()
-    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
-    sizes = jnp.array(SIZES, jnp.int32)
+    rows, weights, sizes = four_bits()
     real, taken = slice(sum(SIZES)), ready if ready is not None else []
     here, there = HopperOperations(), Operations()
-    weights = here.quantize_weights(*map(jnp.asarray, (gate_up, down)), "mxfp4", False)
     weights = weights.canonical() if canonical else weights
     dtype = "bfloat16" if form == "codes" else form
     operand = rows if form == "codes" else Rows(rows.to(dtype), None)
@@ -588,12 +594,9 @@ def test_weights_in_mxfp4(canonical, form, ready):
 def test_weights_in_mxfp4_become_fp8_for_many_rows(ready, monkeypatch):
     """The fp8 kernels multiply them then; the values are the same."""
     monkeypatch.setattr(hopper_fp8, "MANY_ROWS", COUNT // len(SIZES))
-    rows, _ = weights_of()
-    _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
-    sizes = jnp.array(SIZES, jnp.int32)
+    rows, weights, sizes = four_bits()
     real, taken = slice(sum(SIZES)), ready if ready is not None else []
     here, there = HopperOperations(), Operations()
-    weights = here.quantize_weights(*map(jnp.asarray, (gate_up, down)), "mxfp4", False)
     bias = jnp.ones((3, F), jnp.float32)
     product = Inner(None, None, (), lambda g, u, _: g * u, None)
     for inner, keep, wanted in (
