@@ -177,7 +177,9 @@ void Run(Random& random) {
   }
   CurrentCase() = text + " EMULATED_SEED=" + std::to_string(emulator::GetSettings().seed);
   auto* logits = Allocate<float>(step.tokens * step.experts);
-  for (int64_t i = 0; i < step.tokens * step.experts; ++i) logits[i] = Draw(random);
+  // Low logits have scores whose sum is below `least_sum`.
+  const float lower = random.OneIn(3) ? 8.0f * static_cast<float>(random.In(1, 6)) : 0.0f;
+  for (int64_t i = 0; i < step.tokens * step.experts; ++i) logits[i] = Draw(random) - lower;
   if (random.OneIn(2)) {
     auto* bias = Allocate<float>(step.experts);
     for (int64_t i = 0; i < step.experts; ++i) bias[i] = Draw(random) / 64.0f;
