@@ -266,7 +266,7 @@ def _fp8_matrices(
         return None
     # Not before the rows exist, so that only one matrix is in memory as fp8 codes.
     codes, scales, _ = jax.lax.optimization_barrier((codes, scales, rows.values))
-    return quantized.fp8_of_mxfp4(codes, scales)
+    return kernels.fp8_of_mxfp4(codes, scales)
 
 
 def _tiles(weights: QuantizedWeights, which: Which) -> jax.Array | None:

@@ -39,6 +39,7 @@ _TARGETS = frozenset(
         "ep_mxfp4_fprop",
         "ep_mxfp4_gate_up",
         "ep_quantize_matrices",
+        "ep_fp8_of_mxfp4",
         "ep_quantize_cotangents",
         "ep_dequantize_rows",
     }
@@ -567,6 +568,36 @@ def quantize_matrices(matrices: GateUp) -> tuple[jax.Array, jax.Array, jax.Array
     )
     assert found.transposed is not None
     return found.codes, found.scales, found.transposed
+
+
+def fp8_of_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Turns matrices in "mxfp4" into "fp8_block128", transposed.
+
+    It is exact for all elements whose scales are within 14 octaves of the largest one
+    among the 128 x 128 elements that then share one; smaller elements are rounded to
+    2 ** -15 of that. The result depends on the weights alone.
+
+    Args:
+        codes: uint8 `[L, A / 2, 2, B]` or `[L, A / 2, B]`, A and B multiples of 128.
+        scales: float8_e8m0fnu `[L, A / 32, 2, B]` or `[L, A / 32, B]`.
+
+    Returns:
+        e4m3 `[L, 2, B, A]` or `[L, B, A]`, and float32 `[L, A / 128, 2, B / 128]` or
+        `[L, A / 128, B / 128]`.
+    """
+    if codes.ndim == 3:
+        made, shared = fp8_of_mxfp4(codes[:, :, None], scales[:, :, None])
+        return made.squeeze(1), shared.squeeze(2)
+    rows = 2 * codes.shape[1]
+    byte = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    found = tables.call(
+        "ep_fp8_of_mxfp4",
+        codes,
+        {"A": rows, "X": rows // BLOCK, "Y": codes.shape[3] // BLOCK},
+        {"codes": codes, "code_scales": byte},
+        {},
+    )
+    return found.transposed, found.scales
 
 
 def quantize_cotangents(values: jax.Array, sizes: jax.Array) -> Fp8Rows:

@@ -274,52 +274,6 @@ def _of_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return _merge(jnp.where(byte == 0xFF, jnp.nan, values), 1)
 
 
-# Codes of "fp8_block128" for the largest scale of a block: 6 * 2 ** 6 is below 448.
-_HEADROOM = 6
-_BAD_POWER = _HEADROOM + 1  # of elements whose scale is NaN
-
-
-def fp8_of_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Turns "mxfp4" into "fp8_block128", transposed, on one rank.
-
-    It is exact for all elements whose scales are within 14 octaves of the largest one
-    among the 128 x 128 elements that then share one; smaller elements are rounded to
-    2 ** -15 of that. The result depends on the weights alone.
-
-    Args:
-        codes: uint8 `[L, A / 2, 2, B]` or `[L, A / 2, B]`, A and B multiples of 128.
-        scales: float8_e8m0fnu `[L, A / 32, 2, B]` or `[L, A / 32, B]`.
-
-    Returns:
-        e4m3 `[L, 2, B, A]` or `[L, B, A]`, and float32 `[L, A / 128, 2, B / 128]` or
-        `[L, A / 128, B / 128]`.
-    """
-    byte = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
-    bad = byte == 0xFF
-    groups, atoms, *sides, columns = byte.shape
-    per_block = BLOCK // PER_SCALE
-    shape = groups, atoms // per_block, per_block, *sides, columns // BLOCK, BLOCK
-    largest = jnp.where(bad, 0, byte).reshape(shape).max((2, len(shape) - 1))
-    # A scale stays a normal float.
-    shared = jnp.maximum(largest - _HEADROOM, 1)
-    own = jnp.expand_dims(shared, (2, len(shape) - 1))
-    # Further below, all codes are 0 anyway.
-    power = jnp.maximum(byte.reshape(shape) - own, -100).reshape(byte.shape)
-    power = jnp.where(bad, _BAD_POWER, power)
-    packed, power = transpose(codes), transpose(power)
-    nibbles = jnp.stack([packed & 0xF, packed >> 4], -1).astype(jnp.int32)
-    # As the upper bits of a float16 the three bits of a magnitude have the value of the
-    # code, 2 ** 14 times as small.
-    bits = (nibbles & 7) << 9 | (nibbles >> 3) << 15
-    values = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-    values = values.reshape(*packed.shape[:-1], atoms, PER_SCALE).astype(jnp.float32)
-    factors = _floats((power + 14 + 127) << 23)
-    factors = jnp.where(power == _BAD_POWER, jnp.nan, factors)
-    values = values * factors[..., None]
-    values = values.reshape(*packed.shape[:-1], 2 * packed.shape[-1]).astype(E4M3)
-    return values, _floats(shared << 23)
-
-
 def without_cuts(
     mesh: Any, shape: tuple[int, ...], spec: Sequence[Any], units: Mapping[int, int]
 ) -> tuple[Any, ...]:

@@ -320,6 +320,20 @@ void TestQuantizeMatrices() {
   }
 }
 
+void TestFp8OfMxfp4() {
+  for (const int64_t sides : {int64_t{1}, int64_t{2}}) {
+    CustomCall made;
+    made.Add("codes", ffi::U8, {G, A / 2, sides, B});
+    made.Add("code_scales", ffi::U8, {G, A / 32, sides, B});
+    made.Add("-> transposed", kCode, {G, sides, B, A});
+    made.Add("-> scales", ffi::F32, {G, X, sides, Y});
+    const Fp8OfMxfp4Step step = Passes<Fp8OfMxfp4Call>(made).step;
+    CHECK(step.groups == G && step.rows == A && step.sides == sides && step.columns == B);
+    CHECK(step.codes != nullptr && step.code_scales != nullptr && step.transposed != nullptr &&
+          step.scales != nullptr);
+  }
+}
+
 // Unaligned columns are refused even if all operands agree.
 void TestAlignment() {
   CustomCall made;
@@ -357,6 +371,7 @@ int main() {
   TestExperts();
   TestFp8Experts();
   TestQuantizeMatrices();
+  TestFp8OfMxfp4();
   TestAlignment();
   std::printf("all matmul operands passed\n");
   return 0;

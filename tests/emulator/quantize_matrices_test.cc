@@ -1,5 +1,8 @@
-// Quantising matrices (cuda/matmul/quantize_matrices.cu) on emulated GPUs, bit for bit as the
-// format defines, with denormals, NaN and infinities. Takes the seed of its draws and their number.
+// Codes of fp8_block128 for matrices (cuda/matmul/quantize_matrices.cu) on emulated GPUs, bit for
+// bit as the formats define, of numbers with denormals, NaN and infinities, and of mxfp4. Takes the
+// seed of its draws and their number.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -8,6 +11,9 @@
 #include "calls_draws.h"
 #include "cuda/matmul/quantize_matrices.h"
 #include "cuda_runtime.h"
+#include "formats/e2m1.h"
+#include "formats/e4m3.h"
+#include "formats/e8m0.h"
 #include "formats/element_type.h"
 #include "formats/fp8_block128.h"
 
@@ -104,6 +110,66 @@ void Run(Random& random, ElementType type) {
   emulator::Reset();
 }
 
+void RunOfMxfp4(Random& random) {
+  Fp8OfMxfp4Step step{};
+  step.groups = random.In(1, 2), step.sides = random.In(1, 2);
+  step.rows = kBlock * random.In(1, 3), step.columns = kBlock * random.In(1, 3);
+  const int64_t count = step.groups * step.rows * step.sides * step.columns;
+  auto* codes = Allocate<uint8_t>(count / 2);
+  for (int64_t i = 0; i < count / 2; ++i) codes[i] = static_cast<uint8_t>(random.In(0, 255));
+  auto* powers = Allocate<uint8_t>(count / kMxfp4AtomK);
+  // The least and the largest numbers, too.
+  const int64_t least = random.OneIn(3) ? 0 : random.In(0, 200);
+  const int64_t octaves = random.OneIn(2) ? 14 : 50;
+  for (int64_t i = 0; i < count / kMxfp4AtomK; ++i) {
+    const bool bad = random.OneIn(500);
+    powers[i] = bad ? E8M0::kNan : E8M0::Clamp(static_cast<int32_t>(least + random.In(0, octaves)));
+  }
+  step.codes = codes, step.code_scales = powers;
+  step.transposed = Allocate<uint8_t>(count);
+  step.scales = Allocate<float>(count / kBlock / kBlock);
+  CHECK(cuda::Fp8OfMxfp4(step, nullptr) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
+
+  const int64_t across = step.columns / kBlock, down = step.rows / kBlock;
+  const int64_t line = step.sides * step.columns;
+  for (int64_t block = 0; block < count / kBlock / kBlock; ++block) {
+    const int64_t x = block % across, side = block / across % step.sides;
+    const int64_t y = block / across / step.sides % down;
+    const int64_t group = block / across / step.sides / down;
+    const int64_t first_row = group * step.rows + y * kBlock;
+    const int64_t first = side * step.columns + x * kBlock;
+    const auto power_of = [&](int64_t row, int64_t column) {
+      return int{powers[(first_row + row) / kMxfp4AtomK * line + first + column]};
+    };
+    int largest = 0;
+    for (int64_t i = 0; i < kBlock * kBlock; ++i) {
+      const int power = power_of(i / kBlock, i % kBlock);
+      if (power != E8M0::kNan) largest = std::max(largest, power);
+    }
+    const int shared = std::max(largest - 6, 1);
+    CHECK(step.scales[block] == std::ldexp(1.0f, shared - 127));
+    for (int64_t i = 0; i < kBlock * kBlock; ++i) {
+      const int64_t row = i / kBlock, column = i % kBlock;
+      const int byte = codes[(first_row + row) / 2 * line + first + column];
+      const float value = E2M1::Decode(static_cast<uint32_t>(byte >> row % 2 * 4) & 0xFu);
+      const int power = power_of(row, column);
+      const int64_t there =
+          ((group * step.sides + side) * step.columns + x * kBlock + column) * step.rows +
+          y * kBlock + row;
+      const uint32_t code = step.transposed[there];
+      if (power == E8M0::kNan) {
+        CHECK((code & 0x7Fu) == E4M3::kNan);
+      } else {
+        CHECK(code == E4M3::Encode(std::ldexp(value, power - shared)));
+      }
+    }
+  }
+  step.rows -= 1;
+  CHECK(cuda::Fp8OfMxfp4(step, nullptr) == cudaErrorInvalidValue);
+  emulator::Reset();
+}
+
 int Main(int argc, char** argv) {
   const auto [only, seed, draws] = Asked(argc, argv, 12);
   Random random(seed);
@@ -111,6 +177,7 @@ int Main(int argc, char** argv) {
   for (int64_t i = 0; i < draws; ++i) {
     const ElementType type = kElementTypes[i % std::size(kElementTypes)];
     VisitElement(type, [&]<typename Element>(Element) { Run<Element>(random, type); });
+    RunOfMxfp4(random);
   }
   std::printf("%lld quantised: right\n", static_cast<long long>(draws));
   return 0;

@@ -436,6 +436,42 @@ def test_matrices_become_codes(shape, dtype, ready):
             )
 
 
+@pytest.mark.parametrize("sides", [(), (2,)])
+@pytest.mark.parametrize("octaves", [14, 40])
+def test_mxfp4_becomes_fp8(sides, octaves, ready):
+    """Exact within 14 octaves of a block, and beyond rounded by a share of it."""
+    random = np.random.default_rng(octaves)
+    codes = random.integers(0, 256, (2, 128, *sides, 256), np.uint8)
+    byte = random.integers(120 - octaves, 121, (2, 8, *sides, 256)).astype(np.uint8)
+    byte[:, 0, ..., 0] = 120
+    byte[1] -= 75  # small scales, too
+    byte[0, 4, ..., 3] = 0xFF
+    byte[1, :4, ..., 128:] = 0
+    scales = jax.lax.bitcast_convert_type(jnp.asarray(byte), jnp.float8_e8m0fnu)
+    made, shared = jax.jit(kernels.fp8_of_mxfp4)(codes, scales)
+    assert made.dtype == jnp.float8_e4m3fn
+    assert shared.dtype == jnp.float32
+    assert shared.shape == (2, 2, *sides, 2)
+    own = np.repeat(np.repeat(np.asarray(shared, np.float64), 128, 1), 128, -1)
+    found = np.moveaxis(np.asarray(made, np.float64), -1, 1) * own
+    bits = np.stack([codes & 0xF, codes >> 4], 2).reshape(found.shape)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[bits & 7] * (1.0 - (bits >> 3) * 2)
+    bad = np.repeat(byte == 0xFF, 32, 1)
+    wanted = values * 2.0 ** (np.repeat(byte, 32, 1) - 127.0)
+    np.testing.assert_array_equal(np.isnan(found), bad)
+    # Half of e4m3's smallest number.
+    bound = 0 if octaves == 14 else 2.0**-10
+    assert np.all((np.abs(found - wanted) <= bound * own) | bad)
+    assert octaves == 14 or np.any((found != wanted) & ~bad)
+    if ready is None:
+        want = jax.jit(grouped_kernels.fp8_of_mxfp4)(codes, scales)
+        bits = [np.asarray(each).view(np.uint8) for each in (made, want[0])]
+        # A NaN may have a sign.
+        bad = np.moveaxis(bad, 1, -1)
+        helpers.assert_bits(*(np.where(bad, 0, each) for each in bits))
+        helpers.assert_bits(shared, want[1])
+
+
 # ---- Operations made of them ----------------------------------------------------
 
 SIZES, COUNT, H, F = (10, 0, 25), 48, 256, 128
@@ -610,11 +646,11 @@ def test_weights_in_mxfp4_become_fp8_for_many_rows(ready, monkeypatch):
         assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
         assert (kept is not None) == keep
         assert not keep or distance(kept[real], own[real]) < CLOSE
-        assert ready is None or set(taken) == wanted
+        assert ready is None or set(taken) == wanted | {"fp8_of_mxfp4"}
         taken.clear()
         given = (h, weights, "down", sizes, jnp.float32)
         assert distance(here.fprop(*given)[real], there.fprop(*given)[real]) < CLOSE
-        assert ready is None or set(taken) == {"fp8_fprop"}
+        assert ready is None or set(taken) == {"fp8_of_mxfp4", "fp8_fprop"}
 
 
 @pytest.mark.few(1)
@@ -650,7 +686,10 @@ def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
             *("fp8_block128", "mxfp4", COUNT),
             ["mxfp4_gate_up", "quantize", "mxfp4_fprop"],
         ),
-        ("fp8_block128", "mxfp4", 1152, ["fp8_gate_up", "fp8_fprop"]),
+        (
+            *("fp8_block128", "mxfp4", 1152),
+            ["fp8_of_mxfp4", "fp8_gate_up", "fp8_of_mxfp4", "fp8_fprop"],
+        ),
         ("fp8_block128", "fp8_block128", COUNT, ["fp8_experts"]),
         ("fp8_block128", "fp8_block128", 384, ["fp8_experts"]),
         ("fp8_block128", "fp8_block128", 385, ["fp8_gate_up", "fp8_fprop"]),

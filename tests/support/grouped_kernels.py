@@ -351,6 +351,30 @@ def quantize_matrices(matrices):
     return codes, scales, jnp.transpose(codes, (0, 2, 3, 1))
 
 
+def fp8_of_mxfp4(codes, scales):
+    headroom = 6  # 6 * 2 ** 6 is below 448
+    bad_power = headroom + 1
+    byte = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+    bad = byte == 0xFF
+    groups, atoms, *sides, columns = byte.shape
+    shape = groups, atoms // 4, 4, *sides, columns // BLOCK, BLOCK
+    largest = jnp.where(bad, 0, byte).reshape(shape).max((2, len(shape) - 1))
+    shared = jnp.maximum(largest - headroom, 1)
+    own = jnp.expand_dims(shared, (2, len(shape) - 1))
+    power = jnp.maximum(byte.reshape(shape) - own, -100).reshape(byte.shape)
+    power = jnp.where(bad, bad_power, power)
+    packed, power = quantized.transpose(codes), quantized.transpose(power)
+    nibbles = jnp.stack([packed & 0xF, packed >> 4], -1)
+    values = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)[nibbles & 7]
+    values = jnp.where(nibbles >> 3 == 1, -values, values)
+    values = values.reshape(*packed.shape[:-1], atoms, 32)
+    factors = jnp.where(power == bad_power, jnp.nan, jnp.exp2(power))
+    values = values * factors[..., None]
+    values = values.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    bits = jax.lax.bitcast_convert_type(shared << 23, jnp.float32)
+    return values.astype(jnp.float8_e4m3fn), bits
+
+
 def _in_groups(values, sizes, otherwise):
     """Sets rows past the groups to `otherwise`, as kernels leave memory there as is."""
     in_group = jnp.arange(len(values)) < jnp.sum(jnp.maximum(sizes, 0))
@@ -380,6 +404,7 @@ STAND_INS = (
     mxfp4_fprop,
     mxfp4_gate_up,
     quantize_matrices,
+    fp8_of_mxfp4,
     quantize_cotangents,
     dequantize,
 )

@@ -397,4 +397,31 @@ struct QuantizeMatricesCall : Call<QuantizeMatricesStep> {
   }
 };
 
+struct Fp8OfMxfp4Call : Call<Fp8OfMxfp4Step> {
+  static constexpr const char* kTarget = "ep_fp8_of_mxfp4";
+  static constexpr auto kOperands =
+      std::tuple(Arg<U8>("codes", {G, P, Z, B}, &Step::codes),
+                 Arg<U8>("code_scales", {G, S, Z, B}, &Step::code_scales));
+  static constexpr auto kResults =
+      std::tuple(Ret<Code>("transposed", {G, Z, B, A}, &Step::transposed),
+                 Ret<F32>("scales", {G, X, Z, Y}, &Step::scales));
+  static constexpr auto kAttributes = std::tuple();
+
+  void Infer(Checker& check) {
+    CheckSizes(check, *this, false);
+    check.Require(sizes[Dim::Z] == 1 || sizes[Dim::Z] == 2, "codes must have one side or two");
+    RequireMultiple(check, *this, kMatrixBlock);
+    sizes.Set(Dim::P, sizes[Dim::A] / 2);
+    sizes.Set(Dim::S, sizes[Dim::A] / kMxfp4AtomK);
+    sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
+    sizes.Set(Dim::Y, sizes[Dim::B] / kMatrixBlock);
+  }
+  void Size(Checker&) {
+    step.groups = sizes[Dim::G];
+    step.rows = sizes[Dim::A];
+    step.sides = sizes[Dim::Z];
+    step.columns = sizes[Dim::B];
+  }
+};
+
 }  // namespace jax_ep::ffi_layer

@@ -35,8 +35,8 @@ namespace jax_ep::ffi_layer {
 // region, V tiles of scales and C their column words, A lines of B scales where there are no tiles,
 // I input scales, E experts. In matmuls A is the contracted dimension and B the other one of a
 // matrix, X and Y are their blocks of 128, Z is the sides of a matrix and C those of its codes;
-// with matrices in mxfp4 Y are tiles of columns and Z the blocks of 32 along A. kOne is no
-// dimension.
+// with matrices in mxfp4 Y are tiles of columns and Z the blocks of 32 along A, or P are their
+// bytes along A and S their scales. kOne is no dimension.
 enum class Dim : int8_t { kOne, n, K, H, R, G, N, P, S, W, V, C, A, B, I, X, Y, Z, E };
 inline constexpr const char* kDimNames[] = {"1", "n", "K", "H", "R", "G", "N", "P", "S", "W",
                                             "V", "C", "A", "B", "I", "X", "Y", "Z", "E"};

@@ -34,7 +34,7 @@ using MatmulCalls =
     CallList<FpropCall, DgradCall, GateUpCall, DownDgradCall, WgradCall, Fp8FpropCall, Fp8DgradCall,
              PortableFpropCall, PortableDgradCall, PortableGateUpCall, PortableDownDgradCall,
              PortableWgradCall, Fp8GateUpCall, Fp8DownDgradCall, ExpertsCall, Fp8ExpertsCall,
-             Mxfp4FpropCall, Mxfp4GateUpCall, QuantizeMatricesCall>;
+             Mxfp4FpropCall, Mxfp4GateUpCall, QuantizeMatricesCall, Fp8OfMxfp4Call>;
 
 // Calls `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

@@ -199,6 +199,22 @@ JAX_EP_HOST_DEVICE constexpr int64_t Mxfp4Atoms(int64_t k) {
   return (k + kMxfp4Align - 1) / kMxfp4Align * (kMxfp4Align / kMxfp4AtomK);
 }
 
+// Turns matrices in "mxfp4", as weights have them, into "fp8_block128", transposed. A block's scale
+// is that of its largest power of two by 2^kMxfp4Headroom: 6 times that is below 448. So elements
+// are exact whose powers are within 14 octaves of the largest one, and others are rounded to 2^-15
+// of it. NaN among the powers counts for its own 32 elements only.
+inline constexpr int kMxfp4Headroom = 6;
+struct Fp8OfMxfp4Step {
+  int64_t groups;        // G
+  int64_t rows;          // A, a multiple of 128
+  int64_t sides;         // Z: 2 where gate and up lie side by side
+  int64_t columns;       // B, a multiple of 128
+  const uint8_t* codes;  // [G, A / 2, Z, B], of e2m1; the even row in the lower half of a byte
+  const uint8_t* code_scales;  // [G, A / 32, Z, B], of e8m0
+  uint8_t* transposed;         // [G, Z, B, A], of e4m3
+  float* scales;               // [G, A / 128, Z, B / 128]
+};
+
 // A matmul with such matrices, for few rows. Rows, NaN and sizes are treated as in MatmulStep.
 struct Mxfp4Step : ActivationOptions {
   bool gate_up;             // whether the activation follows

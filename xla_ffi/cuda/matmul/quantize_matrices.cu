@@ -1,5 +1,6 @@
-// Quantises experts' weights. A thread block takes 128 x 128 elements and reads them into registers
-// once. It writes their codes in the order of the elements and, through shared memory, transposed.
+// Codes of fp8_block128 for experts' weights. A thread block takes 128 x 128 elements and reads
+// them into registers once. It writes their codes through shared memory, transposed, and those of
+// numbers also in the order of the elements.
 #include "cuda/matmul/quantize_matrices.h"
 
 #include <cmath>
@@ -9,8 +10,12 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/shared_memory.cuh"
+#include "formats/e2m1.h"
+#include "formats/e4m3.h"
+#include "formats/e8m0.h"
 #include "formats/element_type.h"
 #include "formats/fp8_block128.h"
+#include "formats/numbers.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -38,6 +43,39 @@ struct Share {
     return column * kSize + chunk * kChunkBytes + row % kChunkBytes;
   }
 };
+
+// Where a thread block's 128 x 128 elements lie: which block of 128 rows and of 128 columns.
+struct BlockAt {
+  int64_t matrix, y, x;  // a matrix is a side of a group
+};
+
+// Stores the codes of rows `row` to `row + kRows - 1` of a column, from the lowest byte on.
+template <typename Own>
+__device__ void StoreColumn(uint8_t* transposed, int column, int row,
+                            const uint32_t (&words)[Own::kRows / 4]) {
+  uint8_t* to = transposed + Own::PlaceOf(column, row);
+  if constexpr (Own::kRows == 4) {
+    *reinterpret_cast<uint32_t*>(to) = words[0];
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+}
+
+// Writes what all threads have stored to the matrices at `to`, which have `columns` lines of
+// `rows`.
+template <typename Own>
+__device__ void WriteTransposed(const uint8_t* transposed, uint8_t* to, int64_t rows,
+                                int64_t columns, const BlockAt& at) {
+  __syncthreads();
+  to += (at.matrix * columns + at.x * kSize) * rows + at.y * kSize;
+#pragma unroll
+  for (int i = 0; i < kSize * kChunks / kThreads; ++i) {
+    const int place = static_cast<int>(threadIdx.x) + i * kThreads;
+    const int column = place / kChunks, row = place % kChunks * kChunkBytes;
+    *reinterpret_cast<uint4*>(to + column * rows + row) =
+        *reinterpret_cast<const uint4*>(transposed + Own::PlaceOf(column, row));
+  }
+}
 
 struct Maxima {
   uint32_t of_warps[kWarps];
@@ -133,41 +171,128 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
       const uint32_t high = __byte_perm(of(2), of(3), pick);
       words[k] = __byte_perm(low, high, 0x5410);
     }
-    uint8_t* to = transposed + Own::PlaceOf(first_column + column, first_row);
-    if constexpr (Own::kRows == 4) {
-      *reinterpret_cast<uint32_t*>(to) = words[0];
-    } else {
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-    }
+    StoreColumn<Own>(transposed, first_column + column, first_row, words);
   }
-  __syncthreads();
-  uint8_t* matrix = step.transposed +
-                    (static_cast<int64_t>(group) * step.sides + side) * step.columns * step.rows;
+  const BlockAt at{static_cast<int64_t>(group) * step.sides + side, y, x};
+  WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
+}
+
+// ---- Of mxfp4 -----------------------------------------------------------------------------------
+
+// The e4m3 codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, which are the codes of e2m1
+// without signs. Smaller powers than the least make all of them 0.
+struct Products {
+  static constexpr int kLeast = -13;
+  static constexpr int kNan = kMxfp4Headroom - kLeast + 1;  // the entry of a scale that is NaN
+
+  uint2 of_power[kNan + 1];  // those of 2^(kLeast + i)
+};
+
+__device__ void MakeProducts(Products& products) {
+  static_assert(8 * (Products::kNan + 1) <= kThreads);
+  const auto entry = static_cast<int>(threadIdx.x / 8), code = static_cast<int>(threadIdx.x % 8);
+  if (entry > Products::kNan) return;
+  const float power = BitsFloat(static_cast<uint32_t>(127 + Products::kLeast + entry) << 23);
+  const float value = E2M1::Decode(static_cast<uint32_t>(code)) * power;
+  reinterpret_cast<uint8_t*>(products.of_power + entry)[code] =
+      static_cast<uint8_t>(entry == Products::kNan ? E4M3::kNan : E4M3::Encode(value));
+}
+
+// Codes of four elements of e2m1, the first in the lowest bits, by an entry of Products.
+__device__ uint32_t FourProducts(uint32_t codes, uint2 products) {
+  const uint32_t magnitudes = __byte_perm(products.x, products.y, codes & 0x7777u);
+  const uint32_t signs = __byte_perm(0x8000u, 0, codes >> 3 & 0x1111u);
+  return magnitudes | signs;
+}
+
+__global__ void __launch_bounds__(kThreads, 4)
+    Fp8OfMxfp4MatricesKernel(const __grid_constant__ Fp8OfMxfp4Step step) {
+  using Own = Share<float>;  // 8 rows of 4 columns
+  constexpr int kColumns = Own::kColumns;
+  static_assert(Own::kRows == 8 && kColumns == 4);
+
+  // Blocks below each other have consecutive indices, so that whole lines of codes are written.
+  const auto down = static_cast<uint32_t>(step.rows / kSize);
+  const auto across = static_cast<uint32_t>(step.columns / kSize);
+  const auto sides = static_cast<uint32_t>(step.sides);
+  const uint32_t y = blockIdx.x % down;
+  const uint32_t x = blockIdx.x / down % across;
+  const uint32_t matrix = blockIdx.x / down / across;
+  const uint32_t group = matrix / sides, side = matrix % sides;
+
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int first_row = warp * Own::kRows;
+  const int first_column = Lane() * kColumns;
+  const int64_t row = static_cast<int64_t>(group) * step.rows + y * int64_t{kSize} + first_row;
+  const int64_t column = side * step.columns + x * int64_t{kSize} + first_column;
+  const int64_t line = step.sides * step.columns;  // from one row of bytes to the next
+  // Byte `column` of each word is of that column. A byte of codes is of two rows.
+  uint32_t codes[Own::kRows / 2];
 #pragma unroll
-  for (int i = 0; i < kSize * kChunks / kThreads; ++i) {
-    const int place = static_cast<int>(threadIdx.x) + i * kThreads;
-    const int column = place / kChunks, row = place % kChunks * kChunkBytes;
-    uint8_t* to = matrix + (x * int64_t{kSize} + column) * step.rows + y * int64_t{kSize} + row;
-    *reinterpret_cast<uint4*>(to) =
-        *reinterpret_cast<const uint4*>(transposed + Own::PlaceOf(column, row));
+  for (int i = 0; i < Own::kRows / 2; ++i) {
+    codes[i] = *reinterpret_cast<const uint32_t*>(step.codes + (row / 2 + i) * line + column);
   }
+  const uint32_t scales =
+      *reinterpret_cast<const uint32_t*>(step.code_scales + row / kMxfp4AtomK * line + column);
+
+  auto& products = SharedObject<Products>();
+  MakeProducts(products);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const uint32_t byte = scales >> 8 * i & 0xFFu;
+    largest = max(largest, byte == E8M0::kNan ? 0 : byte);
+  }
+  largest = BlockMax(largest);
+  // A scale stays a normal float.
+  const int shared = max(static_cast<int>(largest) - kMxfp4Headroom, 1);
+  if (threadIdx.x == 0) {
+    const int64_t block = (static_cast<int64_t>(group) * down + y) * sides + side;
+    step.scales[block * across + x] = BitsFloat(static_cast<uint32_t>(shared) << 23);
+  }
+
+  // Byte i of line j is that of row 2 * i and of the one after it, of column j.
+  const uint32_t even = __byte_perm(codes[0], codes[1], 0x6240);  // of columns 0 and 2
+  const uint32_t odd = __byte_perm(codes[0], codes[1], 0x7351);
+  const uint32_t later_even = __byte_perm(codes[2], codes[3], 0x6240);
+  const uint32_t later_odd = __byte_perm(codes[2], codes[3], 0x7351);
+  const uint32_t lines[kColumns] = {
+      __byte_perm(even, later_even, 0x5410), __byte_perm(odd, later_odd, 0x5410),
+      __byte_perm(even, later_even, 0x7632), __byte_perm(odd, later_odd, 0x7632)};
+  uint8_t* transposed = SharedBytes();
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const int byte = static_cast<int>(scales >> 8 * i & 0xFFu);
+    const int entry = max(byte - shared - Products::kLeast, 0);
+    const uint2 own = products.of_power[byte == E8M0::kNan ? Products::kNan : entry];
+    const uint32_t words[2] = {FourProducts(lines[i] & 0xFFFFu, own),
+                               FourProducts(lines[i] >> 16, own)};
+    StoreColumn<Own>(transposed, first_column + i, first_row, words);
+  }
+  const BlockAt at{matrix, y, x};
+  WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
 }
 
 bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
 
+// Returns the number of thread blocks of a step, and -1 for sizes that kernels do not take.
+template <typename Step>
+int64_t BlocksOf(const Step& step) {
+  if (step.rows % kSize != 0 || step.columns % kSize != 0) return -1;
+  int64_t blocks = 0;
+  const int64_t of_matrix = step.rows / kSize * (step.columns / kSize);
+  const bool over = __builtin_mul_overflow(step.groups * step.sides, of_matrix, &blocks);
+  return over || blocks > kMaxIndex ? -1 : blocks;
+}
+
 }  // namespace
 
 cudaError_t QuantizeMatrices(const QuantizeMatricesStep& step, cudaStream_t stream) {
-  const int64_t down = step.rows / kSize, across = step.columns / kSize;
-  if (step.rows % kSize != 0 || step.columns % kSize != 0 || !IsAligned(step.matrices) ||
-      !IsAligned(step.up) || !IsAligned(step.codes) || !IsAligned(step.transposed)) {
-    return cudaErrorInvalidValue;
-  }
-  int64_t blocks = 0;
-  if (__builtin_mul_overflow(step.groups * step.sides, down * across, &blocks) ||
-      blocks > kMaxIndex) {
+  const int64_t blocks = BlocksOf(step);
+  if (blocks < 0 || !IsAligned(step.matrices) || !IsAligned(step.up) || !IsAligned(step.codes) ||
+      !IsAligned(step.transposed)) {
     return cudaErrorInvalidValue;
   }
   if (blocks == 0) return cudaSuccess;
@@ -177,8 +302,19 @@ cudaError_t QuantizeMatrices(const QuantizeMatricesStep& step, cudaStream_t stre
   });
 }
 
+cudaError_t Fp8OfMxfp4(const Fp8OfMxfp4Step& step, cudaStream_t stream) {
+  const int64_t blocks = BlocksOf(step);
+  if (blocks < 0 || !IsAligned(step.codes) || !IsAligned(step.code_scales) ||
+      !IsAligned(step.transposed)) {
+    return cudaErrorInvalidValue;
+  }
+  if (blocks == 0) return cudaSuccess;
+  return Launch(Fp8OfMxfp4MatricesKernel, dim3(static_cast<unsigned>(blocks)), kThreads,
+                kSize * kSize, stream, step);
+}
+
 cudaError_t PreloadQuantizeMatrices() {
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = Preload(Fp8OfMxfp4MatricesKernel);
   for (const ElementType element : kElementTypes) {
     VisitElement(element, [&]<typename Element>(Element) {
       if (error == cudaSuccess) error = Preload(QuantizeMatricesKernel<Element>);

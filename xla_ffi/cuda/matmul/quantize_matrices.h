@@ -1,4 +1,5 @@
-// Quantises matrices to codes of fp8_block128 per 128 x 128, in their own order and transposed.
+// Makes codes of fp8_block128 per 128 x 128 of matrices: of numbers, in their own order and
+// transposed, and of mxfp4, transposed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,11 +8,12 @@
 
 namespace jax_ep::cuda {
 
-// Enqueues the step on `stream`. Returns cudaErrorInvalidValue for sizes that are not multiples of
-// 128, and for pointers that are not aligned to 16 bytes.
+// These enqueue a step on `stream`. They return cudaErrorInvalidValue for sizes that are not
+// multiples of 128, and for pointers that are not aligned to 16 bytes.
 cudaError_t QuantizeMatrices(const QuantizeMatricesStep& step, cudaStream_t stream);
+cudaError_t Fp8OfMxfp4(const Fp8OfMxfp4Step& step, cudaStream_t stream);
 
-// Loads its kernels, as PreloadMatmulKernels does the others.
+// Loads their kernels, as PreloadMatmulKernels does the others.
 cudaError_t PreloadQuantizeMatrices();
 
 }  // namespace jax_ep::cuda
