@@ -197,6 +197,7 @@ def test_round_trip_is_within_the_bound(dtype: str, name: str) -> None:
     assert lost.max() > LOSS[name] / 3
 
 
+@pytest.mark.few(2)
 @each_format
 def test_shapes(name: str) -> None:
     """Any leading dimensions, also under vmap and inside shard_map."""

@@ -141,7 +141,7 @@ def assert_close(found: Any, wanted: Any, limit: float = 2e-6) -> None:
         np.testing.assert_allclose(ours, want, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "axes"), SOME)
 def test_a_layer_in_chunks_is_the_layer(case, axes):
     """T does not divide the tokens, and the last chunk has ids of -1."""
@@ -237,6 +237,7 @@ def kinds(jaxpr):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_flax_layers(kind):
     """With FSDP, a tensor axis and padding."""

@@ -74,6 +74,7 @@ def test_nnx_against_the_dense_formula(name, kind):
         assert got[name][...].sharding.is_equivalent_to(ours, want[0][name].ndim)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(name, AxisType.Explicit if "tp" in name else AxisType.Auto) for name in MESHES],

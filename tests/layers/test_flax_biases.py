@@ -51,7 +51,7 @@ def test_biases_and_activation_against_the_dense_formula(mesh):
     layer = nnx_layer(mesh, params, expert_bias=True, activation=moe_dense.clipped)
     grad = nnx.value_and_grad(loss, has_aux=True)
     (_, y), got = nnx.jit(grad)(layer)
-    (_, wanted), want = jax.value_and_grad(dense, has_aux=True)(params)
+    (_, wanted), want = jax.jit(jax.value_and_grad(dense, has_aux=True))(params)
     np.testing.assert_allclose(y.reshape(wanted.shape), wanted, rtol=0, atol=1e-5)
     assert set(got) == set(params)
     for name, expected in want.items():

@@ -190,6 +190,7 @@ def test_codes_cross_the_data_axis_and_weights_do_not(kind, codes):
         assert f"f32[{','.join(map(str, shape))}]" in scattered
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("either_operations")
 def test_a_placement_moves_codes():
     mesh = helpers.make_mesh({"fsdp": 2, "ep": 2})
@@ -272,6 +273,7 @@ def dequantised(layer, form):
     return other
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["fp8_block128", "mxfp4"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_codes_alone(kind, form):

@@ -116,6 +116,7 @@ def test_the_first_dimension_that_the_axis_divides(kind, changes, gate_up, down)
     assert np.prod(parts(found["shared_down"])) * mesh.size == found["shared_down"].size
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sizes", "axes"),
     [({"num_experts": 2}, AxisType.Auto), ({"hidden_size": 24}, AxisType.Explicit)],

@@ -57,6 +57,7 @@ def own_grads(kind, mesh, params, x, mask, **changes):
     return value, y, aux, of_params, of_x
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "leading", "spec", "axes"),
     [

@@ -79,7 +79,7 @@ def linen_grads(mesh, params, x, placement, **changes):
     return found, {names.get(name, name): grads[name] for name in grads} | {"x": to_x}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "sizes", "axes"),
     [

@@ -187,7 +187,7 @@ def test_nothing_reads_rows_past_the_groups(monkeypatch):
             )
             return jnp.sum(y[: sum(SIZES)] ** 2)
 
-        return jax.grad(loss)(1.5)
+        return jax.jit(jax.grad(loss))(1.5)
 
     def reaching(self, rows, cotangents, sizes, dtype):
         whole = sizes.at[-1].add(rows.shape[0] - jnp.sum(sizes))
@@ -555,9 +555,14 @@ def test_mistakes(changes, words):
 def test_a_derivative_needs_the_port():
     d = dispatched(ROWS, (4,), "fp8_block128")
     d = dataclasses.replace(d, grad_port=None)
-    assert experts.fp8(d, GATE_UP, DOWN).shape == ROWS.shape
+
+    @jax.jit
+    def run(gate_up):
+        return experts.fp8(d, gate_up, DOWN)
+
+    assert run(GATE_UP).shape == ROWS.shape
     with raises() as caught:
-        jax.grad(lambda gate_up: jnp.sum(experts.fp8(d, gate_up, DOWN)))(GATE_UP)
+        jax.grad(lambda gate_up: jnp.sum(run(gate_up)))(GATE_UP)
     check_form(caught, "experts.fp8", "grad_port")
 
 
@@ -609,7 +614,7 @@ def test_weights_in_mxfp4_take_rows_of_any_format(by, request):
             y = experts.fp8(dataclasses.replace(d, **{port: rows}), codes, None)
             return jnp.sum(jnp.where(real, jnp.sin(y.astype(jnp.float32)), 0)), y
 
-        grad, y = jax.grad(loss, has_aux=True)(jnp.asarray(getattr(d, port)))
+        grad, y = jax.jit(jax.grad(loss, has_aux=True))(jnp.asarray(getattr(d, port)))
         found.append((y[: sum(SIZES)], grad[: sum(SIZES)]))
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(
@@ -618,6 +623,7 @@ def test_weights_in_mxfp4_take_rows_of_any_format(by, request):
         assert np.any(np.asarray(one, np.float32))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by", ["reference", "kernels"])
 def test_a_pair_gives_the_same_bits(by, request):
     """Gate and up apart as masters, with codes made before and in the call."""

@@ -483,9 +483,24 @@ CLOSE = 3e-3 if jax.default_backend() == "cpu" else 1e-2
 
 def weights_of():
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
-    made = HopperOperations().quantize_weights(gate_up, down, "fp8_block128", True)
+    made = both()[0].quantize_weights(gate_up, down, "fp8_block128", True)
     values = np.nan_to_num(rows).astype(np.float32)
     return operations.quantized_rows(jnp.asarray(values)), made
+
+
+class Compiled:
+    """Operations that are a program each; outside of jit each has dozens."""
+
+    def __init__(self, operations):
+        self._operations = operations
+
+    def __getattr__(self, name):
+        return helpers.in_one_program(getattr(self._operations, name))
+
+
+def both():
+    """The operations of Hopper and those of every device."""
+    return Compiled(HopperOperations()), Compiled(Operations())
 
 
 def reference_codes(gate_up, down):
@@ -546,7 +561,7 @@ def test_operations_equal_the_reference(canonical, ready):
     sizes = jnp.array(SIZES, jnp.int32)
     real = slice(sum(SIZES))
     inner = Inner(None, None, (), None, kernels.SWIGLU)
-    here, there = HopperOperations(), Operations()
+    here, there = both()
     h, gate_up_rows = here.gate_up(rows, weights, sizes, inner, True, "bfloat16")
     want, wanted = there.gate_up(rows, weights, sizes, inner, True, "bfloat16")
     assert distance(h.to("float32")[real], want.to("float32")[real]) < CLOSE
@@ -587,7 +602,7 @@ def four_bits():
     rows, _ = weights_of()
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     given = map(jnp.asarray, (gate_up, down))
-    weights = HopperOperations().quantize_weights(*given, "mxfp4", False)
+    weights = both()[0].quantize_weights(*given, "mxfp4", False)
     return rows, weights, jnp.array(SIZES, jnp.int32)
 
 
@@ -600,7 +615,7 @@ def test_weights_in_mxfp4(canonical, form, ready):
     """Rows of every kind, with and without biases."""
     rows, weights, sizes = four_bits()
     real, taken = slice(sum(SIZES)), ready if ready is not None else []
-    here, there = HopperOperations(), Operations()
+    here, there = both()
     weights = weights.canonical() if canonical else weights
     dtype = "bfloat16" if form == "codes" else form
     operand = rows if form == "codes" else Rows(rows.to(dtype), None)
@@ -632,7 +647,7 @@ def test_weights_in_mxfp4_become_fp8_for_many_rows(ready, monkeypatch):
     monkeypatch.setattr(hopper_fp8, "MANY_ROWS", COUNT // len(SIZES))
     rows, weights, sizes = four_bits()
     real, taken = slice(sum(SIZES)), ready if ready is not None else []
-    here, there = HopperOperations(), Operations()
+    here, there = both()
     bias = jnp.ones((3, F), jnp.float32)
     product = Inner(None, None, (), lambda g, u, _: g * u, None)
     for inner, keep, wanted in (
@@ -659,7 +674,7 @@ def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
     """The kernels' tiles have edges that no matrix has."""
     rows, gate_up, down = formula.operands(SIZES, hidden, inner, COUNT)
     sizes, real = jnp.array(SIZES, jnp.int32), slice(sum(SIZES))
-    here, there = HopperOperations(), Operations()
+    here, there = both()
     weights = here.quantize_weights(*map(jnp.asarray, (gate_up, down)), "mxfp4", False)
     operand = Rows(jnp.asarray(rows, jnp.bfloat16), None)
     bias = jnp.ones((3, inner), jnp.float32)
@@ -723,7 +738,7 @@ def test_what_lies_between_products_is_applied_by_the_reference(ready):
     _, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     sizes = jnp.array(SIZES, jnp.int32)
     real, taken = slice(sum(SIZES)), ready if ready is not None else []
-    here, there = HopperOperations(), Operations()
+    here, there = both()
     bias = jnp.ones((3, F), jnp.float32)
     four = experts.quantize_weights(gate_up, down, format="mxfp4")
     plain = Rows(rows.to("bfloat16"), None)

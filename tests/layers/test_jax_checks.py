@@ -111,6 +111,7 @@ def gradients(name: str) -> tuple[Any, Any, Any]:
     return jax.grad(loss, (0, 1)), params, x
 
 
+@pytest.mark.few(2)
 @BY_NAME
 def test_checkify(name: str) -> None:
     """Float checks find nothing, but they do find a token of NaN."""

@@ -46,7 +46,7 @@ def exact():
     return gradients("float32", None, {})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("experts", "fields", "tolerance"),
     [

@@ -160,7 +160,7 @@ def compare(found, wanted):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * limit, err_msg=name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_a_scanned_stack_against_the_dense_formula(sizes):
     mesh = make_mesh(sizes)

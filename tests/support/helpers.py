@@ -273,6 +273,27 @@ def run_combine(
     return unstack(combine_fn(ep, mesh, spec)(*operands), len(rows))
 
 
+def in_one_program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles each call as a whole; arguments that are no arrays are constants.
+
+    Outside of jit, every operation of JAX is compiled by itself.
+    """
+
+    def run(*given: Any) -> Any:
+        leaves, tree = jax.tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+        def program(arrays: list[jax.Array]) -> Any:
+            whole = leaves.copy()
+            for place, array in zip(places, arrays, strict=True):
+                whole[place] = array
+            return function(*jax.tree.unflatten(tree, whole))
+
+        return jax.jit(program)([leaves[place] for place in places])
+
+    return run
+
+
 def assert_bits(actual: np.ndarray, expected: np.ndarray, what: str = "") -> None:
     """Equal dtype, shape and bits: also the payloads of NaNs and the signs of zeros."""
     actual, expected = np.asarray(actual), np.asarray(expected)

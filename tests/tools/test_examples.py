@@ -66,6 +66,7 @@ def test_training_follows_the_dense_model(tmp_path):
     assert "--plot" not in words or "<svg" in drawn.read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mixtral_block", "deepseek_block"])
 def test_blocks_of_models(name, monkeypatch, capsys, quick_compiles):
     """Small blocks have the dense formula's gradients; the models' own blocks trace."""

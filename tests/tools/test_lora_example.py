@@ -50,6 +50,7 @@ def dense(lora, adapters, frozen, tokens):
     return tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("weights", "exactly", "closely"),
     [("mxfp4", 1e-5, 5e-3), ("fp8_block128", 0.02, 0.1)],

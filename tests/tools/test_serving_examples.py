@@ -101,6 +101,7 @@ def assert_close(served, logits, want):
     assert off.max() < served.most
 
 
+@pytest.mark.few(1)
 def test_decode_with_a_cache_is_a_prefill_of_the_whole(served):
     want = served.whole[:, LENGTH:]
     assert served.logits.shape == want.shape == (*served.tokens[:, 1:].shape, 512)

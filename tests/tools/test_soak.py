@@ -118,6 +118,7 @@ def test_every_format_is_soaked() -> None:
 CODED = [n for n in soak.OPTIONS if "dispatch_format" in soak.OPTIONS[n][0]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CODED)
 def test_expected_codes_are_the_oracles(name) -> None:
     """The drawn tokens are exact in the format, and their codes are read right."""
