@@ -279,7 +279,12 @@ def main(arguments: list[str]) -> int:
             summary = f"{len(functions)} functions, {len(kernels)} of windows"
         print(f"{cubin.stem}: " + ("; ".join(errors) or f"good, {summary}"))
         failed = failed or bool(errors)
-    whole = any(cubin.stem.startswith("window_") for cubin in cubins)
+    of_windows = {
+        f"{source.parent.name}_{source.stem}"
+        for part in ("window", "low_latency")
+        for source in pathlib.Path("xla_ffi/cuda", part).glob("*.cu")
+    }
+    whole = of_windows <= {cubin.stem for cubin in cubins}
     if nvdisasm and whole and not (windows and all(steps)):
         print(f"steps of the rules in window kernels: {steps}; are names as expected?")
         failed = True

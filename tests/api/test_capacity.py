@@ -62,6 +62,7 @@ def balanced_drops(ep, mesh):
     return int(np.sum(d.num_dropped))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHORT)
 def test_options_that_leave_too_little_are_told(name) -> None:
     mesh = helpers.make_mesh(helpers.some_ranks(8))

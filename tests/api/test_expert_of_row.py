@@ -37,6 +37,7 @@ def wanted(config: Any, ids: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(groups).astype(np.int32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
 def test_groups(name: str, check_vma: bool) -> None:

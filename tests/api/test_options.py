@@ -51,7 +51,7 @@ def check(config: Any, ranks: int, rng: Any, fill: Any = wide, **made: Any) -> N
             helpers.assert_sums(y, expected[rank], f"y of rank {rank}")
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", options.MODES)
 def test_matches_oracle(mode: str, shape: str) -> None:
@@ -69,6 +69,7 @@ def test_ranks_and_tokens(mode: str, ranks: int, n: int) -> None:
     check(config, ranks, np.random.default_rng(ranks * 8 + n), n=n)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("world", "n"), [(1, 5), (2, 7), (2, 8), (4, 6)])
 @pytest.mark.parametrize("mode", ["local", "local_shared", "local_shared_source"])
 def test_smaller_allreduce_worlds(mode: str, world: int, n: int) -> None:
@@ -215,6 +216,7 @@ def test_rows_quantised_on_the_wire(mode: str) -> None:
         helpers.assert_sums(y, expected[rank])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["shared", "local", "local_shared"])
 @pytest.mark.parametrize("value", [24, 25, 28, 1000, helpers.INT_MAX, -2])
 def test_invalid_ids_are_reported_as_they_were(mode: str, value: int) -> None:

@@ -72,6 +72,7 @@ def run(ranks: int, dtype: str):
     return rows, source, kept, np.concatenate([y[r] for r in range(ranks)])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_same_rows(ranks: int, dtype: str) -> None:

@@ -70,7 +70,7 @@ def plain_of(ep: Any, mesh: Any) -> Any:
     return ep if config == ep.config else helpers.make_ep(mesh, config)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("weighted", [True, False], ids=["weights", "none"])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_dispatch_of_these_tokens(name: str, weighted: bool) -> None:

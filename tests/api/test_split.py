@@ -51,7 +51,7 @@ def setup(mode: str, **changes: Any) -> moe.Setup:
     return with_halves(1, 4, **options.MODES.get(mode, {}), **changes)
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128", "nvfp4"])
 @MODES
 def test_same_bits(mode: str, name: str) -> None:

@@ -83,6 +83,7 @@ def test_partly_manual_layer(mesh):
             run(axis_names={"ep"}, check_vma=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reduce", ["rank", "source"])
 def test_narrow_router_weights(mesh, dtype, reduce):

@@ -157,6 +157,7 @@ def dense_layered(x, w, p, ids):
     return moe.wave(x)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("loop", ["unrolled", "scan", "fori_loop"])
 def test_loops(loop: str, remat: bool) -> None:

@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @MODES
 def test_formulas(mode: str, shape: str) -> None:
@@ -181,6 +181,7 @@ class Work:
         moe.assert_close(actual[1], expected[1])
 
 
+@pytest.mark.few(3)
 @MODES
 def test_layer(mode: str) -> None:
     work = Work(mode)
@@ -282,6 +283,7 @@ def test_quantised_gradients(mode: str) -> None:
         np.testing.assert_allclose(quantised, plain, rtol=0, atol=limit)
 
 
+@pytest.mark.few(3)
 @MODES
 def test_no_token(mode: str) -> None:
     """n = 0, whole and in halves: rows have values but no gradients."""

@@ -167,7 +167,7 @@ def gradients(s: moe.Setup, order: int) -> Any:
     return jax.jit(jax.grad([loss, squares][order - 1], (0, 1, 2)))(x, w, scale)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mode", MODES)

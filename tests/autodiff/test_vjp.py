@@ -83,6 +83,7 @@ def test_dispatch(name: str) -> None:
         np.testing.assert_array_equal(part, want_dw[rank])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
 def test_combine(name: str, weighted: bool) -> None:

@@ -167,6 +167,7 @@ def test_an_error_that_is_not_of_the_output_is_not_taken_for_one(monkeypatch):
         main.main(["doctor"])
 
 
+@pytest.mark.few(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(

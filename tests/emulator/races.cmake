@@ -6,7 +6,22 @@
 #   EMULATED_GPUS=4 EMULATED_SMS=1 EMULATED_RESIDENT=2 build/races/internode_test layers 7 50
 # not `internode_test spoiled`: the test stores into windows that kernels read, and duplicate
 # indices then make two warps store to one place.
-# Always with the same inputs: ThreadSanitizer has a limit of 8128 threads, which others exceed.
+
+# Inputs are the same in every run, so CI leaves out the part whose sources have not changed.
+set(JAX_EP_RACES exchange matmuls CACHE STRING "which tests for races: of exchange, of matmuls")
+set(OF_exchange kernels program calls calls_test options options_test internode_kernels internode
+                internode_test window_kernels cpu_steps)
+set(OF_matmuls matmuls matmul matmul_test portable mxfp4 mxfp4_test quantize_matrices
+               quantize_matrices_test expert_row_kernels expert_rows expert_rows_test
+               router_kernels router router_test)
+foreach(PART IN ITEMS exchange matmuls)
+  if(NOT PART IN_LIST JAX_EP_RACES)
+    set_target_properties(${OF_${PART}} PROPERTIES EXCLUDE_FROM_ALL ON)
+  endif()
+endforeach()
+
+if("exchange" IN_LIST JAX_EP_RACES)
+# ThreadSanitizer has a limit of 8128 threads, which others exceed.
 set(FEW_THREADS "EMULATED_SEED=1 EMULATED_RESIDENT=2")
 emulated_test(races_calls "${FEW_THREADS} EMULATED_GPUS=3 EMULATED_SMS=2" calls_test 1 2)
 emulated_test(races_options "${FEW_THREADS} EMULATED_GPUS=4 EMULATED_SMS=2" options_test 1 3)
@@ -25,15 +40,20 @@ foreach(TOKENS IN ITEMS 5 25)
                PROPERTY FAIL_REGULAR_EXPRESSION "ThreadSanitizer")
 endforeach()
 
+endif()
+
 set(FEW_SMS "EMULATED_SEED=1 EMULATED_SMS=2")
+if("matmuls" IN_LIST JAX_EP_RACES)
 emulated_test(races_matmul "${FEW_SMS}" matmul_test 1 8)
 emulated_test(races_mxfp4 "${FEW_SMS}" mxfp4_test 1 3)
 emulated_test(races_quantize_matrices "${FEW_SMS}" quantize_matrices_test 1 1)
 emulated_test(races_expert_rows "${FEW_SMS}" expert_rows_test 1 6)
 emulated_test(races_router "${FEW_SMS}" router_test 1 20)
+endif()
 
 # Each makes an order disappear that nothing else may replace.
 set(RACE "ThreadSanitizer: data race")
+if("exchange" IN_LIST JAX_EP_RACES)
 mutant(race_release common/signal_memory.cuh "FenceAcqRelSystem();" "" window/dispatch.cu "${RACE}"
        "2 7")
 mutant(race_acquire common/signal_memory.cuh "LoadAcquireSystem(" "LoadRelaxedSystem("
@@ -47,8 +67,11 @@ mutant(race_helpers window/team.cuh
        window/dispatch.cu "${RACE}" "2 7")
 mutant(race_tables window/groups.cuh "team.Sync();\n    if (!arrived) return;"
        "if (!arrived) return;" low_latency/dispatch.cu "${RACE}" "1 7")
+endif()
 
 # ---- Of matmuls ----
+
+if("matmuls" IN_LIST JAX_EP_RACES)
 
 # What scales are read by, tiles, and the lines of a drain; who zeros what a copy has brought; and
 # blocks that end while the other one still arrives.
@@ -69,9 +92,13 @@ mutant(race_matmul_take matmul/drain.cuh "if (IsElected()) BulkWaitRead<kDrains 
        matmul/fprop.cu "${RACE}|emulator: " "matmul fprop 1 12")
 mutant(race_matmul_end matmul/kernel.cuh "  __syncwarp();\n  ClusterSync();\n}" "}"
        matmul/wgrad.cu "${RACE}|emulator: .*which has ended" "matmul wgrad 1 12")
+endif()
 
 # ---- Between nodes ----
 
+if(NOT "exchange" IN_LIST JAX_EP_RACES)
+  return()
+endif()
 set(FIXED "EMULATED_SEED=1 EMULATED_SMS=1 EMULATED_RESIDENT=2")
 # Who waits for a signal's word; who passes cells on; whose threads read what one of them has
 # settled.

@@ -137,6 +137,7 @@ def tokens(draw, dtype: str, name: str) -> np.ndarray:
     return np.concatenate(blocks)[None]
 
 
+@pytest.mark.few(3)
 @each_dtype
 @each_format
 @hypothesis.given(data=st.data())

@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("routing", ["random", "invalid"])
 @each_format
@@ -49,6 +49,7 @@ def test_dispatch(name: str, routing: str, case: str) -> None:
     check(mesh, ep, inputs)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", quantizer.TILED)
 @pytest.mark.parametrize(
     "changes",

@@ -17,6 +17,7 @@ from support.errors import check_form, raises
 from support.quantized import TILED, config_of, each_format, expect, run
 
 
+@pytest.mark.few(3)
 @each_format
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ragged_dot_on_dequantized_rows(name: str, dtype: str) -> None:
@@ -117,6 +118,7 @@ def test_scaled_matmul(name: str) -> None:
     assert np.abs(wanted).max() > 10
 
 
+@pytest.mark.few(2)
 @each_format
 def test_codes_are_no_rows(name: str) -> None:
     """Experts and combine refuse codes, but take dequantised rows."""

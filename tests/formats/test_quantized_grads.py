@@ -23,6 +23,7 @@ bare = object()
 each_format = pytest.mark.parametrize("name", QUANTIZED)
 
 
+@pytest.mark.few(6)
 @each_format
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("size", [1e-4, 1e6])
@@ -48,6 +49,7 @@ def layer(ep: Any, x: Any, ids: Any, weights: Any, params: Any) -> Any:
     return jax_ep.combine(ep, rows, d.route, d.router_weights, residual=x)
 
 
+@pytest.mark.few(3)
 @each_format
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_layer(name: str, check_vma: bool) -> None:

@@ -67,6 +67,7 @@ def assert_codes(made, gate_up, down):
         helpers.assert_bits(getattr(made, f"{name}_scales"), scales, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp4"])
 def test_bits(name, dtype):
@@ -86,6 +87,7 @@ def test_bits(name, dtype):
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=2.0**-125)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp4"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded(name, kind):

@@ -140,6 +140,7 @@ def trained(params: Any) -> tuple[Any, Any]:
     return {n: each for n, each in params.items() if n not in codes}, codes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_function_traces_in_a_layer(way: str) -> None:
     mapped, params, x = layer(way)
@@ -206,6 +207,7 @@ def by_formula(alpha: Any, rows: Any, gate_up: Any, down: Any) -> Any:
 SIZES = (5, 0, 8, 3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("way", "tolerance"), [("ragged_dot", 1e-2), ("Padded", 1e-2), ("fp8", 0.15)]
 )

@@ -115,6 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_bits(mesh: Any, name: str) -> None:
     """Results and derivatives have the bits of dispatch, fn and combine."""

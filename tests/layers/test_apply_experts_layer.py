@@ -58,6 +58,7 @@ def check(layer: Any, inputs: Any, params: Any, host: Any, dense: Any = None) ->
     return dropped
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("name", MESHES)
 def test_layer(name: str, biases: bool) -> None:

@@ -97,6 +97,7 @@ def wanted() -> Any:
 close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_layer(mode: str) -> None:
     mesh = make_mesh(mode)

@@ -130,6 +130,7 @@ def gradient(name: str, sizes: dict[str, int]) -> Any:
     return jax.jit(jax.value_and_grad(loss, (0, 1)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -170,6 +171,7 @@ def dense() -> Any:
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
 
 
+@pytest.mark.few(2)
 @BY_LAYER
 def test_values_and_gradients(name: str, flag: None) -> None:
     found = gradient(name, {"expert": 2})(parameters(), tokens())

@@ -71,6 +71,7 @@ def test_bias_of_down(name, dtype):
     close(got, exact_sums(to), 1e-5 if dtype == "float32" else 2**-8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("activation", [None, lambda gate, up: gate + 2 * up])
 def test_biases_of_gate_and_up(name, activation):

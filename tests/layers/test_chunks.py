@@ -313,6 +313,7 @@ def test_stages_of_a_pipeline():
     assert_close(of(3), of(1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["closed over", "scattered", "source", "mxfp8"])
 def test_apply_experts(name):
     """Also its counts, and the gradients of what `fn` closes over."""

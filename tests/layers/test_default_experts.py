@@ -15,7 +15,7 @@ from support import grouped_kernels, helpers, moe_ffn
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("faked", [True, False])
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)

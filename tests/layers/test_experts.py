@@ -79,6 +79,7 @@ def both_ways(run, reference, sizes, dtype="float32", count=N):
         yield np.abs(got - each).max() / np.abs(each).max()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [(10, 0, 30), (24, 24, 16)], ids=str)
 @pytest.mark.parametrize("name", ["ragged_dot", "padded"])
 def test_equal_the_formula(name, sizes):

@@ -71,7 +71,7 @@ def test_one_gather_and_one_reduce_scatter_per_weight():
         assert np.prod([int(each) for each in shape.split(",") if each]) < smallest
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize(
     ("changes", "gate_up", "down"),

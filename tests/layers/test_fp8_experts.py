@@ -434,6 +434,7 @@ def test_mxfp4_weights(name):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "many"),
     [("bf16", False), ("fp8_block128", False), ("fp8_block128", True)],

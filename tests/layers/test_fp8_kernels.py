@@ -121,6 +121,7 @@ def assert_within(found, want, bound):
     assert np.all(excess <= 0), excess.max(initial=0)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("dtype", "unit"),
     [("bfloat16", 2.0**-8), ("float32", 2.0**-23), ("float16", 2.0**-10)],
@@ -177,6 +178,7 @@ def test_fp8_gate_up(sizes, count, a, b, keep, ready):
         assert_within(flat, sums, SUMS * magnitudes + 2.0**-8 * np.abs(sums))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize(("sizes", "count", "a", "b"), ALL, ids=str)

@@ -94,6 +94,7 @@ def both(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 each_way = pytest.mark.parametrize("both", WAYS, indirect=True)
 
 
+@pytest.mark.few(2)
 @each_way
 def test_rows_without_a_token_change_no_gradient(both: Any) -> None:
     given = operands()
@@ -109,7 +110,7 @@ def test_rows_without_a_token_change_no_gradient(both: Any) -> None:
             np.testing.assert_array_equal(gradient[of], clean[name][of], err_msg=name)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @each_way
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_stays_with_its_expert(both: Any, value: float) -> None:
@@ -127,7 +128,7 @@ def test_a_row_stays_with_its_expert(both: Any, value: float) -> None:
         np.testing.assert_array_equal(gradient[rest], clean[name][rest], err_msg=name)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @each_way
 @pytest.mark.parametrize("name", ["gate_up", "down"])
 def test_a_weight_stays_with_its_expert(both: Any, name: str) -> None:

@@ -140,6 +140,7 @@ def test_enable_checks(name: str) -> None:
         jax.jit(run).lower(params, x)
 
 
+@pytest.mark.few(2)
 @BY_NAME
 def test_leak_checks(name: str) -> None:
     run, params, x = layer_of(name)

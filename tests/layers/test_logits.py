@@ -197,6 +197,7 @@ def test_second_derivatives_of_the_logits(dtype, any_dot):
     check_derivatives(found, tokens, kernel, 2, 2 * ROUNDED)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 @pytest.mark.parametrize("dtype", KERNELS)
 def test_vmap_with_gradients(dtype, axes, any_dot):

@@ -192,7 +192,7 @@ def assert_equal(found, want):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "axes",
     [

@@ -77,7 +77,7 @@ def compare(mesh, router, *, bias=False, masked=False, seed=0, **changes):
     np.testing.assert_array_equal(counts, chosen.sum(0))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_routers_against_the_dense_formula(router):
     bias = router.score == "sigmoid"

@@ -282,6 +282,7 @@ def test_decode_spreads_over_copies():
     assert len(set(got)) == 8
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("chunk", [2**28, 256])
 def test_weights_keep_their_sharding(kind, chunk, monkeypatch):

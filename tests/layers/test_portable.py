@@ -88,7 +88,7 @@ def assert_close(found: Any, wanted: Any, bound: float) -> None:
     assert np.abs(found - wanted).max() <= bound * max(np.abs(wanted).max(), 1e-30)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
@@ -174,6 +174,7 @@ def test_long_sums_of_float32_are_exact(op: str) -> None:
     np.testing.assert_allclose(found, want, rtol=2**-18)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_grouped_matmul(transposed: bool, dtype: str) -> None:

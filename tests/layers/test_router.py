@@ -85,7 +85,7 @@ def drawn(seed, spread=2.0):
     return logits, bias, rng.random(N) < 0.7
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
@@ -209,6 +209,7 @@ def test_small_scores(level, score):
         np.testing.assert_allclose(slopes, wanted, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("n", [0, N])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_no_token_at_all(name, n):
@@ -297,6 +298,7 @@ def test_ids_of_no_expert():
     assert np.isfinite(slopes).all()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_dimensions_in_front(name):
     """Tokens in any number of dimensions are chosen like those in one."""

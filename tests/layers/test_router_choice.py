@@ -102,6 +102,7 @@ def assert_same(found: Any, want: Any) -> None:
     np.testing.assert_allclose(found.probabilities, want.probabilities, rtol=2e-6)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("bias_dtype", [None, "float32", "bfloat16"])
 @BY_NAME
 def test_equals_the_plain_router(
@@ -181,6 +182,7 @@ def test_the_platform_decides_when_a_program_is_lowered(
         assert text.count("@ep_router(") == calls, platforms
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("experts", "top_k", "num_groups", "taken"),
     [

@@ -297,6 +297,7 @@ def picture(tmp_path):
     return tmp_path / "load.png" if found else None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("experts", "ranks", "layers"),
     [

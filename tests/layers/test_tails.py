@@ -160,6 +160,7 @@ ALL = {"ep_dispatch": True, "ep_dispatch_cached": True}
 NONE = dict.fromkeys(ALL, False)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "fields", "hopper", "want"),
     [

@@ -100,6 +100,7 @@ def gradients(run: Any, arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [np.asarray(a) for a in (y, *found)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["slabs", "applied", "te", "global", "equinox"])
 def test_all_compute_the_same_layer(page, layer, name: str) -> None:
     mesh, arrays = layer

@@ -224,6 +224,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_its_formula(page, ep, experts, tokens, family):
     load, block, router, score, kind = FAMILIES[family]

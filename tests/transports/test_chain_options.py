@@ -167,6 +167,7 @@ def test_what_is_beside_a_stream_needs_nothing_of_it(mesh) -> None:
     assert found == wanted  # the whole array that the call comes after
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("one", [layer, split_layer])
 @pytest.mark.parametrize("mode", options.MODES)
 def test_options(mesh, mode: str, one: Any) -> None:

@@ -67,6 +67,7 @@ def stacked(ep: Any, x: Any, ids: Any) -> Any:
 INNER = [scanned, jitted, branched, remade, gradient(scanned), gradient(stacked)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("inner", INNER)
 def test_first_calls_of_inner_functions(mesh, ep, inner) -> None:
     def body(x: Any, ids: Any) -> Any:

@@ -117,7 +117,7 @@ def stacked(ep: Any, one: Any, wrap: Any, x: jax.Array, ids: jax.Array) -> jax.A
     return jax.grad(loss)(x)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("wrapped", ["bare", "remat", "save_route"])
 @pytest.mark.parametrize("one", [layer, split_layer])

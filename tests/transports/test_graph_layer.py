@@ -39,6 +39,7 @@ def right(found, calls):
     }
 
 
+@pytest.mark.few(2)
 @FORMS
 def test_few_calls(form):
     gpus.require_stream(form, helpers.TRANSPORT)

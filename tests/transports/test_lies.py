@@ -131,6 +131,7 @@ def test_lies_about_windows(step, of_threads, all_closed, monkeypatch) -> None:
     assert not any(native.own or native.mapped for native in of_threads.values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", ["shmem", "hosts", "id", "started", "heap", "reached"])
 def test_lies_about_heaps(step, of_threads, monkeypatch) -> None:
     monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")

@@ -332,6 +332,7 @@ class Stalled(fake_windows.Store):
         return super().blocking_key_value_get_bytes(key, milliseconds)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("key", ["invitation", "/0/1", "/0/verdict", "/1/verdict"])
 def test_store_that_stands_still(key: str) -> None:
     """Its calls have no deadline, but the time limit still holds."""
@@ -441,6 +442,7 @@ LIES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("place", ["0/1", "0/verdict", "1/1", "1/verdict"])
 def test_lies_of_a_process(lie: bytes, place: str) -> None:

@@ -328,6 +328,7 @@ class Killed(BaseException):
     """Ends a thread as a kill ends a process: without telling others."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", ["devices", "reach", "windows", "take", "mapped"])
 def test_process_that_dies(step: str, all_closed, monkeypatch) -> None:
     """At any step: the others' init ends in time, names it, and closes all."""

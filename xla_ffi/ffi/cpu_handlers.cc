@@ -33,7 +33,7 @@ cpu::RowTask Start(DispatchPackCall& call, int32_t ordinal) {
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::DispatchPack<F>(call.step); });
 }
 cpu::RowTask Start(DispatchUnpackCall& call, int32_t ordinal) {
-  SetCheck(call, ordinal);
+  const auto group = SetCheck(call, ordinal);
   return OfFormat(call.format, [&]<typename F>(F) { return cpu::DispatchUnpack<F>(call.step); });
 }
 cpu::RowTask Start(DispatchCachedPackCall& call, int32_t) {
@@ -41,13 +41,13 @@ cpu::RowTask Start(DispatchCachedPackCall& call, int32_t) {
                   [&]<typename F>(F) { return cpu::DispatchCachedPack<F>(call.step); });
 }
 cpu::RowTask Start(DispatchCachedUnpackCall& call, int32_t ordinal) {
-  SetCheck(call, ordinal);
+  const auto group = SetCheck(call, ordinal);
   return OfFormat(call.format,
                   [&]<typename F>(F) { return cpu::DispatchCachedUnpack<F>(call.step); });
 }
 cpu::RowTask Start(CombinePackCall& call, int32_t) { return cpu::CombinePack(call.step); }
 cpu::RowTask Start(CombineUnpackCall& call, int32_t ordinal) {
-  SetCheck(call, ordinal);
+  const auto group = SetCheck(call, ordinal);
   return cpu::CombineUnpack(call.step);
 }
 cpu::RowTask Start(QuantizeCall& call, int32_t) {

@@ -138,12 +138,13 @@ class GroupRegistry {
   std::map<int64_t, std::shared_ptr<Group>> groups_;
 };
 
-// Sets where an unpack reports mixed-up calls: nowhere once its group has been closed.
+// Sets where an unpack reports mixed-up calls: nowhere once its group has been closed. The reports
+// may belong to the group, which is returned: on CPUs they end with it.
 template <typename UnpackCall>
-void SetCheck(UnpackCall& call, int32_t ordinal) {
-  if (const auto group = GroupRegistry::Get().Find(call.key)) {
-    call.step.check = group->MixedCallCheckOf(ordinal);
-  }
+std::shared_ptr<Group> SetCheck(UnpackCall& call, int32_t ordinal) {
+  std::shared_ptr<Group> group = GroupRegistry::Get().Find(call.key);
+  if (group) call.step.check = group->MixedCallCheckOf(ordinal);
+  return group;
 }
 
 }  // namespace jax_ep::ffi_layer
