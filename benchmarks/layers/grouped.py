@@ -20,6 +20,7 @@ Writes benchmarks/results/grouped-<device>x1-<date>.json. With --tiny it also ru
 machine without such a GPU: there the kernels are only lowered for one.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -66,7 +67,8 @@ SMALL = {
     "tiny, odd": Case(127, 61, 2, 256),
 }
 TINY = ("--cases", *SMALL, "--room", "1", "--seconds", "0")
-WAYS = ("hopper", "portable", "jax", "batched", "fp8")
+WAYS = ("hopper", "portable", "jax", "batched", "fp8", "fp8_wgrad")
+FP8 = ("fp8", "fp8_wgrad")
 # `jax.lax.ragged_dot` with an option of XLA that is only on for that way.
 FLAGS = {
     "jax_grouped_gemm": "xla_gpu_experimental_use_ragged_dot_grouped_gemm",
@@ -80,7 +82,13 @@ CALLS = 5  # per time
 IN_FLIGHT = 2  # calls, whose results need memory: gradients of large-256 are 6 GB
 # Errors of results over the largest element: of products in bfloat16, of codes, and of
 # products in float32 by precision.
-BOUNDS = {"hopper": 0.02, "fp8": 0.25, "default": 5e-3, "highest": 1e-5}
+BOUNDS = {
+    "hopper": 0.02,
+    "fp8": 0.25,
+    "fp8_wgrad": 0.25,
+    "default": 5e-3,
+    "highest": 1e-5,
+}
 
 
 # ---- Single matmuls -------------------------------------------------------------
@@ -188,7 +196,7 @@ class Coded(typing.NamedTuple):
     codes: typing.Any
 
 
-def fp8(rows, gate_up, down, sizes):
+def fp8(rows, gate_up, down, sizes, wgrad="bf16"):
     """Calls `jax_ep.experts.fp8`; rows and gate_up are `Coded`."""
     none: typing.Any = None  # experts read no route
     d = jax_ep.Dispatched(
@@ -207,7 +215,8 @@ def fp8(rows, gate_up, down, sizes):
         format="fp8_block128",
         rows_dtype="bfloat16",
     )
-    return experts.fp8(d, gate_up.plain, down, quantized=gate_up.codes)
+    given = d, gate_up.plain, down
+    return experts.fp8(*given, quantized=gate_up.codes, wgrad=wgrad)
 
 
 def with_gradients(run):
@@ -263,8 +272,8 @@ def leaves_out(name, names, sizes, room, dense_groups):
     blocks = sizes.hidden % 128 == 0 and sizes.inner % 128 == 0
     return (
         name not in names
-        or (name in ("hopper", "fp8") and sizes.dtype != "bfloat16")
-        or (name == "fp8" and not blocks)
+        or (name in ("hopper", *FP8) and sizes.dtype != "bfloat16")
+        or (name in FP8 and not blocks)
         or (name == "batched" and room > 1)
         or (name in DENSE and sizes.groups > dense_groups)
         or (name == "portable" and jax.default_backend() != "gpu")
@@ -273,7 +282,7 @@ def leaves_out(name, names, sizes, room, dense_groups):
 
 def timed(name, program, args, flops, seconds):
     """Times a way; returns the row's entries besides its place, and results or None."""
-    if name in ("hopper", "fp8") and jax.default_backend() != "gpu":
+    if name in ("hopper", *FP8) and jax.default_backend() != "gpu":
         return {"kernels": lowered(program, args)}, None
     options = {FLAGS[name]: True} if name in FLAGS else None
     run = jax.jit(program, compiler_options=options)
@@ -364,7 +373,7 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
         "batched": batched_experts(groups),
     } | dict.fromkeys(FLAGS, experts.ragged_dot)
     coded: typing.Any = None
-    if not leaves_out("fp8", names, of_case, room, dense_groups):
+    if not all(leaves_out(name, names, of_case, room, dense_groups) for name in FP8):
         place = {"case": case, "matrix": "experts", "op": "quantize", "way": "fp8"}
         row, codes = timed("fp8", experts.quantize_weights, (gate_up, down), 0, seconds)
         row.pop("tflops", None)
@@ -373,7 +382,7 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
             codes = jax.jit(experts.quantize_weights)(gate_up, down)
         of_rows = jax.jit(jax_ep.formats.quantize, static_argnums=1)
         coded = Coded(rows, of_rows(rows, "fp8_block128")), Coded(gate_up, codes)
-        ways["fp8"] = fp8
+        ways |= {"fp8": fp8, "fp8_wgrad": functools.partial(fp8, wgrad="fp8")}
     for op in ("forward", "gradients"):
         wanted = None
         if leaves_out("hopper", names, of_case, room, dense_groups):
@@ -381,7 +390,9 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
         for name, run in ways.items():
             if leaves_out(name, names, of_case, room, dense_groups):
                 continue
-            given = (*(coded if name == "fp8" else (rows, gate_up)), down, sizes)
+            if name == "fp8_wgrad" and op == "forward":
+                continue  # as fp8
+            given = (*(coded if name in FP8 else (rows, gate_up)), down, sizes)
             program, done = run, flops
             if op == "gradients":
                 program, done = with_gradients(run), 3 * flops
@@ -393,8 +404,8 @@ def measure_experts(case, room, random, names, dense_groups, seconds):
                 compared(bound, row, wanted, results, held)
             elif name in FLAGS:
                 compared_library(row, results, wanted, held)
-            elif name == "fp8":
-                compared("fp8", row, results, wanted, held)
+            elif name in FP8:
+                compared(name, row, results, wanted, held)
             del results
             place = {"case": case, "matrix": "experts", "op": op, "way": name}
             yield place | {"room": room} | row

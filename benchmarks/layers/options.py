@@ -144,6 +144,8 @@ def options():
     made = {"config": FP8, "call": fp8, "weight_bytes": 4, "blocks": True}
     yield Option("fp8", **made)
     yield Option("fp8, biases", BIASES, **made)
+    in_fp8 = {"experts": functools.partial(experts.fp8, wgrad="fp8")}
+    yield Option("fp8, wgrad in fp8", **made | {"call": in_fp8})
     yield Option("fp8, swiglu_clamped", BIASES, **made | {"call": fp8 | clamped})
     held = {"call": fp8, "gradients": False}
     rows = held | {"config": FP8, "blocks": True}

@@ -21,6 +21,10 @@ WireFormat = Literal["fp8_block128"]
 WeightFormat = Literal["fp8_block128", "mxfp4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
+# What `jax_ep.experts.fp8` multiplies for the gradients of weights.
+Wgrad = Literal["bf16", "fp8"]
+WGRADS: tuple[Wgrad, ...] = get_args(Wgrad)
+
 Reduce = Literal["rank", "source", "none"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._core import batching, errors
-from jax_ep._core.literals import Dtype
+from jax_ep._core.literals import Dtype, Wgrad
 from jax_ep._core.varying import vary_alike, varying
 from jax_ep._experts import activations, kernels
 from jax_ep._experts.activations import Activation
@@ -39,6 +39,7 @@ class Static(NamedTuple):
         masters: dtypes of the gradients of gate_up, or of gate and of up, and of down;
             None if there are none.
         operations: the operations to use.
+        wgrad: what is multiplied for the gradients of masters.
     """
 
     dtype: Dtype
@@ -47,6 +48,7 @@ class Static(NamedTuple):
     has_port: bool
     masters: Any
     operations: Operations
+    wgrad: Wgrad
 
     def inner(self, biases: Biases, consts: Any) -> Inner:
         """Returns the computation between gate/up and down."""
@@ -195,6 +197,12 @@ def _backward(static: Static, kept: Any, cotangent: jax.Array) -> Any:
     to_masters = None
     if static.masters is not None:
         first, second = static.masters
+        if static.wgrad == "fp8":
+            ready = batching.in_turn(compute.for_fp8_wgrad)
+            rows, h = ready(rows, sizes), ready(h, sizes)
+            cotangent = ready(Rows(cotangent, None), sizes)
+            side_by_side = ready(Rows(side_by_side, None), sizes)
+            to_gate_up_rows = side_by_side
         if isinstance(first, tuple):
             to_gate_up: Any = tuple(
                 _wgrad(static, rows, to_gate_up_rows, sizes, dtype, side)
@@ -247,14 +255,17 @@ def _matmul(
 
 def _wgrad(
     static: Static,
-    rows: Rows,
-    cotangent: jax.Array,
+    rows: Any,
+    cotangent: Any,
     sizes: jax.Array,
     dtype: Any,
     side: int | None = None,
 ) -> jax.Array:
+    compute = static.operations
+    multiply = compute.fp8_wgrad if static.wgrad == "fp8" else compute.wgrad
+
     def run(rows: Any, cotangent: Any, sizes: Any) -> Any:
-        return static.operations.wgrad(rows, cotangent, sizes, dtype, side)
+        return multiply(rows, cotangent, sizes, dtype, side)
 
     return batching.in_turn(run)(rows, cotangent, sizes)
 

@@ -21,7 +21,7 @@ from jax_ep._experts import grouped, kernels, mxfp4, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
-MANY_ROWS = 384  # per expert, from which weights in "mxfp4" are turned into fp8 codes
+MANY_ROWS = 224  # per expert, from which weights in "mxfp4" are turned into fp8 codes
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
 
@@ -211,6 +211,26 @@ class HopperOperations(Operations):
         out = dtype if dtype == jnp.bfloat16 else jnp.float32
         found = kernels.HOPPER.wgrad(values, cotangents, sizes, out, side)
         return found.astype(dtype)
+
+    def for_fp8_wgrad(self, rows: Rows, sizes: jax.Array) -> kernels.TransposedRows:
+        """Overrides `Operations.for_fp8_wgrad`."""
+        operand = _fp8_rows(rows)
+        if operand is None:
+            return kernels.transpose(rows.values.astype(jnp.bfloat16), sizes)
+        return kernels.transpose(operand, sizes)
+
+    def fp8_wgrad(
+        self,
+        rows: kernels.TransposedRows,
+        cotangents: kernels.TransposedRows,
+        sizes: jax.Array,
+        dtype: Any,
+        side: int | None = None,
+    ) -> jax.Array:
+        """Overrides `Operations.fp8_wgrad`."""
+        del sizes
+        out = dtype if dtype == jnp.bfloat16 else jnp.float32
+        return kernels.fp8_wgrad(rows, cotangents, out, side).astype(dtype)
 
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Overrides `Operations.quantize_cotangents`."""

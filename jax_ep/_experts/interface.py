@@ -11,7 +11,7 @@ from jax_ep._core import calls
 from jax_ep._core.literals import Format, WeightFormat
 
 # Keywords that change none of the answers of experts if a partial binds them.
-_HARMLESS = {"activation", "device"}
+_HARMLESS = {"activation", "device", "wgrad"}
 # What such a partial takes from its experts.
 _ANSWERS = (
     "name",

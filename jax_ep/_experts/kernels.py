@@ -29,6 +29,7 @@ _TARGETS = frozenset(
         "ep_fp8_dgrad",
         "ep_fp8_gate_up",
         "ep_fp8_down_dgrad",
+        "ep_fp8_wgrad",
         "ep_portable_fprop",
         "ep_portable_dgrad",
         "ep_portable_gate_up",
@@ -42,6 +43,8 @@ _TARGETS = frozenset(
         "ep_fp8_of_mxfp4",
         "ep_quantize_cotangents",
         "ep_dequantize_rows",
+        "ep_transpose_rows",
+        "ep_transpose_codes",
     }
 )
 
@@ -51,6 +54,22 @@ class Fp8Rows(NamedTuple):
 
     codes: jax.Array
     scales: jax.Array
+
+
+class TransposedRows(NamedTuple):
+    """Rows `[N, A]` as `fp8_wgrad` takes them.
+
+    Each group begins at a multiple of 128, and zeros follow its last row.
+
+    Attributes:
+        codes: e4m3 `[A, P]`.
+        scales: float32 `[P / 128, A / 128]`, powers of two.
+        padded_sizes: int32 `[L]`, multiples of 128.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    padded_sizes: jax.Array
 
 
 def _call(
@@ -389,6 +408,37 @@ def fp8_down_dgrad(
     return found.codes, found.scales, found.to_gate_up_rows
 
 
+def fp8_wgrad(
+    rows: TransposedRows,
+    cotangents: TransposedRows,
+    dtype: Any,
+    side: int | None = None,
+) -> jax.Array:
+    """`Kernels.wgrad` in fp8: `[N, A]` by `[N, B]` to `[L, A, B]` of `dtype`.
+
+    With a `side`, cotangents are `[N, 2 * B]`, and those of that side are taken.
+    """
+    sides = 1 if side is None else 2
+    found = _call(
+        "ep_fp8_wgrad",
+        {
+            "rows": rows.codes,
+            "row_scales": rows.scales,
+            "cotangents": _split(cotangents.codes, 0, sides),
+            "cotangent_scales": _split(cotangents.scales, 1, sides),
+            "padded_sizes": rows.padded_sizes,
+        },
+        {"out_dtype": jnp.dtype(dtype).name, "side": -1 if side is None else side},
+    )
+    return found.out
+
+
+def _split(values: jax.Array, axis: int, parts: int) -> jax.Array:
+    """Splits an axis in two, of which the first has `parts` elements."""
+    shape = values.shape
+    return values.reshape(*shape[:axis], parts, -1, *shape[axis + 1 :])
+
+
 def is_paired(rows: int, groups: int) -> bool:
     """Whether both matmuls of experts, with N `rows`, should be one call.
 
@@ -620,3 +670,33 @@ def dequantize(rows: Fp8Rows, sizes: jax.Array, dtype: Any) -> jax.Array:
         {"out_dtype": jnp.dtype(dtype).name},
     )
     return found.out
+
+
+def padded_rows(count: int, groups: int) -> int:
+    """Returns P of `TransposedRows`: what `count` rows may take in so many groups."""
+    filled = min(count, groups)
+    return -(-(count + filled * (BLOCK - 1)) // BLOCK) * BLOCK
+
+
+def transpose(rows: jax.Array | Fp8Rows, sizes: jax.Array) -> TransposedRows:
+    """Quantises rows `[N, A]` per 128 x 128 and transposes them, for `fp8_wgrad`.
+
+    The rule is that of "fp8_block128_e8m0", with the largest element of 128 rows of a
+    group and 128 columns.
+
+    Args:
+        rows: bfloat16, or codes, which stay exact if their scales are powers of two,
+            but for those below 2 ** -13 of the largest one.
+        sizes: int32 `[L]`.
+    """
+    operands: dict[str, Any] = {"rows": rows}
+    target = "ep_transpose_rows"
+    if isinstance(rows, Fp8Rows):
+        operands = {"rows": rows.codes, "row_scales": rows.scales}
+        target = "ep_transpose_codes"
+    like = operands["rows"]
+    count, columns = like.shape
+    padded = padded_rows(count, sizes.shape[0])
+    dims = {"P": padded, "S": padded // BLOCK, "X": columns // BLOCK}
+    found = tables.call(target, like, dims, operands | {"group_sizes": sizes}, {})
+    return TransposedRows(found.codes, found.scales, found.padded_sizes)

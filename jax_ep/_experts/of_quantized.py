@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_ep import formats
 from jax_ep._core import batching, calls, errors, operands, traces
 from jax_ep._core.arrays import as_array, cast_remedy
-from jax_ep._core.literals import WEIGHT_FORMATS, Format, WeightFormat
+from jax_ep._core.literals import WEIGHT_FORMATS, WGRADS, Format, WeightFormat, Wgrad
 from jax_ep._core.types import Dispatched
 from jax_ep._experts import fp8 as _fp8
 from jax_ep._experts import operations as _operations
@@ -40,9 +40,11 @@ class Fp8(Experts):
     codes with a scale per 128 x 128 elements. Products are summed in float32, the
     activation's float32 result is quantised per 128 elements of F, and the results of
     down are rounded once. Cotangents are quantised likewise. Gradients of the weights
-    are not quantised, and are taken as if the weights had not been, either. Only first
-    derivatives are defined. Weights in "mxfp4" alone are frozen: gradients reach rows,
-    biases and what `activation` closes over, from cotangents that are not quantised.
+    are not quantised, and are taken as if the weights had not been, either. With
+    `wgrad="fp8"` they are sums of products of codes, whose scales are powers of two per
+    128 rows and 128 columns. Only first derivatives are defined. Weights in "mxfp4"
+    alone are frozen: gradients reach rows, biases and what `activation` closes over,
+    from cotangents that are not quantised.
     """
 
     takes_dispatched = True
@@ -77,6 +79,7 @@ class Fp8(Experts):
         up_bias: jax.Array | None = None,
         down_bias: jax.Array | None = None,
         activation: Activation | None = None,
+        wgrad: Wgrad = "bf16",
     ) -> jax.Array:
         """Applies the experts.
 
@@ -97,6 +100,8 @@ class Fp8(Experts):
             down_bias: `[L, H]`, or None.
             activation: a function of (gate, up) `[N, F]` in float32; None means
                 `silu(gate) * up`.
+            wgrad: what is multiplied for the gradients of gate_up and down: "bf16", or
+                "fp8" for codes of rows and cotangents, which is faster.
 
         Returns:
             `[N, H]` in the dtype of the dispatched tokens; rows past the last group are
@@ -109,6 +114,14 @@ class Fp8(Experts):
                 lacks its `grad_port`.
         """
         require_dispatched("experts.fp8", d)
+        if not errors.is_one_of(wgrad, WGRADS):
+            raise errors.invalid(
+                "experts.fp8",
+                f"wgrad must be one of {list(WGRADS)}",
+                errors.brief(wgrad),
+                "docs/fp8.md says what each does",
+                operand="wgrad",
+            )
         require_one_rank("experts.fp8", d, "call it inside jax.shard_map")
         given = gate_up if isinstance(gate_up, QuantizedWeights) else quantized
         four_bits = isinstance(given, QuantizedWeights) and given.format == "mxfp4"
@@ -192,6 +205,7 @@ class Fp8(Experts):
                 port is not None,
                 jax.tree.map(lambda matrix: matrix.dtype, masters),
                 select.operations(),
+                wgrad,
             )
             biases = _fp8.Biases(gate_bias, up_bias, down_bias)
             return _fp8.apply(

@@ -296,6 +296,28 @@ class Operations:
         cotangents = jnp.where(has_token, cotangents, 0)
         return _exact().wgrad(values, cotangents, sizes, dtype)
 
+    def for_fp8_wgrad(self, rows: Rows, sizes: jax.Array) -> Any:
+        """Returns rows or cotangents `[N, A]` as `fp8_wgrad` takes them.
+
+        They are quantised per 128 rows of a group and 128 columns, by the rule of
+        "fp8_block128_e8m0".
+        """
+        dtype = "bfloat16" if rows.scales is None else "float32"
+        return quantized.rounded_by_blocks(rows.to(dtype), sizes)
+
+    def fp8_wgrad(
+        self,
+        rows: Any,
+        cotangents: Any,
+        sizes: jax.Array,
+        dtype: Any,
+        side: int | None = None,
+    ) -> jax.Array:
+        """`wgrad` of what `for_fp8_wgrad` returned; with a `side` of `[N, 2 * B]`."""
+        if side is not None:
+            cotangents = jnp.split(cotangents, 2, axis=1)[side]
+        return self.wgrad(Rows(rows, None), cotangents, sizes, dtype)
+
     def quantize_cotangents(self, values: jax.Array, sizes: jax.Array) -> Rows:
         """Quantises `[N, A]` per 128 of A, with a scale of max(amax, 2^-80) / 448."""
         del sizes

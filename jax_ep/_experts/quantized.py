@@ -199,6 +199,39 @@ def quantize_cotangents(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _merge(codes, 1), scales
 
 
+def rounded_by_blocks(values: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Returns bfloat16 for rows `[N, A]`: what codes per 128 x 128 stand for.
+
+    A block has 128 rows of a group, from its first one on, and 128 columns. The rule is
+    that of "fp8_block128_e8m0". Rows past the groups may become anything.
+    """
+    count, columns = values.shape
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), count)
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    blocks = -(-(ends - starts) // BLOCK)
+    row = jnp.arange(count)
+    group = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    group = jnp.minimum(group, sizes.shape[0] - 1)
+    block = (jnp.cumsum(blocks) - blocks)[group] + (row - starts[group]) // BLOCK
+    within = row < ends[-1]
+    most = -(-count // BLOCK) + min(count, sizes.shape[0])
+    block = jnp.where(within, block, most)
+    tiles = _split(values.astype(jnp.float32), 1, BLOCK)
+    largest = jnp.max(_bits(tiles) & _MAGNITUDE, axis=2)
+    largest = (
+        jnp.zeros((most + 1, columns // BLOCK), largest.dtype).at[block].max(largest)
+    )
+    bad = largest >= _INFINITY
+    # 448 is 1.75 * 2^8. A power of two stays a normal float.
+    power = jnp.clip((largest + 0x1FFFFF >> 23).astype(jnp.int32) - 8, 1, 253)
+    scales = _floats((power << 23).astype(largest.dtype))
+    inverse = _floats((254 - power << 23).astype(largest.dtype))
+    own, by = (each[block][:, :, None] for each in (scales, inverse))
+    codes = (tiles * by).astype(E4M3).astype(jnp.float32)
+    found = jnp.where(bad[block][:, :, None], jnp.nan, codes * own)
+    return _merge(found, 1).astype(jnp.bfloat16)
+
+
 def to_blocks(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises `[L, A, ..., B]` per 128 x 128 of A and B."""
     last = matrices.ndim - 1

@@ -334,6 +334,46 @@ void TestFp8OfMxfp4() {
   }
 }
 
+void TestFp8Wgrad() {
+  constexpr int64_t kPadded = 384, S = kPadded / 128;
+  for (const bool both : {false, true}) {
+    const int64_t sides = both ? 2 : 1;
+    CustomCall made;
+    made.Add("rows", kCode, {A, kPadded});
+    made.Add("row_scales", ffi::F32, {S, X});
+    made.Add("cotangents", kCode, {sides, B, kPadded});
+    made.Add("cotangent_scales", ffi::F32, {S, sides, Y});
+    made.Add("padded_sizes", ffi::S32, {G});
+    made.Add("-> out", ffi::F32, {G, A, B});
+    made.attributes = {{"out_dtype", "float32"}, {"side", int64_t{both ? 1 : -1}}};
+    const MatmulStep step = Passes<Fp8WgradCall>(made).step;
+    CHECK(step.kind == MatmulKind::kFp8Wgrad && step.m == kPadded && step.groups == G);
+    CHECK(step.k == A && step.n == B && step.out_element == ElementType::kFloat32);
+    CHECK(step.scales_per_k == sides * Y && step.scales_per_n == 1);
+    made.attributes["side"] = int64_t{both ? -1 : 0};
+    CHECK(!Refusal<Fp8WgradCall>(made).empty());
+  }
+}
+
+void TestTranspose() {
+  const int64_t padded = PaddedRows(N, G), S = padded / 128;
+  for (const bool coded : {false, true}) {
+    CustomCall made;
+    made.Add("rows", coded ? kCode : ffi::BF16, {N, A});
+    if (coded) made.Add("row_scales", ffi::F32, {N, X});
+    made.Add("group_sizes", ffi::S32, {G});
+    made.Add("-> codes", kCode, {A, padded});
+    made.Add("-> scales", ffi::F32, {S, X});
+    made.Add("-> padded_sizes", ffi::S32, {G});
+    const TransposeRowsStep step =
+        coded ? Passes<TransposeCodesCall>(made).step : Passes<TransposeRowsCall>(made).step;
+    CHECK(step.m == N && step.groups == G && step.columns == A && step.padded == padded);
+    CHECK((step.value_scales != nullptr) == coded && step.values != nullptr);
+    CHECK(step.codes != nullptr && step.scales != nullptr && step.padded_sizes != nullptr);
+  }
+  CHECK(PaddedRows(0, 5) == 0 && PaddedRows(1, 5) == 128 && PaddedRows(256, 1) == 384);
+}
+
 // Unaligned columns are refused even if all operands agree.
 void TestAlignment() {
   CustomCall made;
@@ -372,6 +412,8 @@ int main() {
   TestFp8Experts();
   TestQuantizeMatrices();
   TestFp8OfMxfp4();
+  TestFp8Wgrad();
+  TestTranspose();
   TestAlignment();
   std::printf("all matmul operands passed\n");
   return 0;

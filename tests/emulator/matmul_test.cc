@@ -35,13 +35,14 @@ constexpr const char* kNames[] = {"fprop",
                                   "fp8_matmul",
                                   "fp8_gate_up",
                                   "fp8_down_dgrad",
+                                  "fp8_wgrad",
                                   "experts",
                                   "portable_fprop",
                                   "portable_dgrad",
                                   "portable_gate_up",
                                   "portable_down_dgrad",
                                   "portable_wgrad"};
-constexpr int64_t kExperts = 8;              // both matmuls; those before it are kinds
+constexpr int64_t kExperts = 9;              // both matmuls; those before it are kinds
 constexpr int64_t kPortable = kExperts + 1;  // the first of the portable ones
 constexpr int64_t kBlock = Format::kBlock;
 
@@ -58,14 +59,15 @@ struct Draws {
   bool scales_transposed;  // of B
   bool nans;               // also in groups
   float magnitude;         // of A
-  // Gate and up as matrices of their own; of kWgrad, rows of B with two sides.
+  // Gate and up as matrices of their own; of kWgrad and kFp8Wgrad, rows of B with two sides.
   bool pair;
-  int64_t side;  // of kWgrad
+  int64_t side;  // of kWgrad and kFp8Wgrad
   bool bias;
   ActivationOptions activation;
 
   bool fp8() const { return IsFp8(kind); }
-  bool wgrad() const { return kind == MatmulKind::kWgrad; }
+  bool wgrad() const { return IsWgrad(kind); }
+  bool fp8_wgrad() const { return kind == MatmulKind::kFp8Wgrad; }
   bool gate_up() const { return kind == MatmulKind::kGateUp || kind == MatmulKind::kFp8GateUp; }
   bool down_dgrad() const {
     return kind == MatmulKind::kDownDgrad || kind == MatmulKind::kFp8DownDgrad;
@@ -126,6 +128,12 @@ int32_t DrawSize(Random& random) {
   }
 }
 
+// Groups of kFp8Wgrad are filled up to whole blocks.
+template <typename Int>
+Int Padded(Int rows) {
+  return rows <= 0 ? rows : static_cast<Int>((rows + kBlock - 1) / kBlock * kBlock);
+}
+
 Draws Draw(Random& random, MatmulKind kind, bool portable = false) {
   Draws draws{};
   draws.kind = kind, draws.portable = portable;
@@ -133,8 +141,7 @@ Draws Draw(Random& random, MatmulKind kind, bool portable = false) {
   if (portable && random.OneIn(2)) draws.element = ElementType::kFloat32;
   draws.exact = portable && random.OneIn(2);
   const bool sums = kind == MatmulKind::kFprop || kind == MatmulKind::kDgrad;
-  const bool may_be_float =
-      kind == MatmulKind::kWgrad || kind == MatmulKind::kFp8Matmul || (portable && sums);
+  const bool may_be_float = draws.wgrad() || kind == MatmulKind::kFp8Matmul || (portable && sums);
   draws.out = random.OneIn(2) && may_be_float ? ElementType::kFloat32 : draws.element;
   const int64_t align = ColumnsAlign(kind);
   const auto draw_columns = [&]() -> int64_t {
@@ -156,12 +163,14 @@ Draws Draw(Random& random, MatmulKind kind, bool portable = false) {
   for (int64_t i = 0; i < groups; ++i) {
     int32_t size = many ? static_cast<int32_t>(random.In(-2, 4)) : DrawSize(random);
     if (many && random.OneIn(20)) size = static_cast<int32_t>(random.In(1, 140));
+    if (draws.fp8_wgrad()) size = Padded(many ? size - 3 : size);
     draws.sizes.push_back(size);
     rows += std::max(size, 0);
   }
   draws.m = rows + (random.OneIn(2) ? 0 : random.In(0, 150));
+  if (draws.fp8_wgrad()) draws.m = Padded(draws.m);
   if (random.OneIn(4)) {
-    draws.m = random.In(0, rows);
+    draws.m = draws.fp8_wgrad() ? Padded(random.In(0, rows)) : random.In(0, rows);
     if (random.OneIn(3)) draws.sizes[random.Bits() % draws.sizes.size()] = INT32_MAX;
   }
   draws.keep = random.OneIn(2);
@@ -262,7 +271,9 @@ struct Case {
     const int64_t b_count = of.wgrad() ? m * of.b_sides() * n : of.groups() * of.matrices() * n * k;
     const int64_t bytes = of.bytes(), a_count = m * of.k_sides() * k;
     a = Array<uint8_t>(a_count * bytes), b = Array<uint8_t>(b_count * bytes);
-    if (of.fp8()) {
+    if (of.fp8_wgrad()) {
+      FillFp8Wgrad(random);
+    } else if (of.fp8()) {
       FillFp8(random, b_count);
     } else {
       a_values = FillElements(random, a, of.element, a_count, of.magnitude);
@@ -278,7 +289,7 @@ struct Case {
     static_cast<ActivationOptions&>(step) = of.activation;
     if (of.pair && !of.wgrad()) step.b_up = b.data() + of.groups() * n * k * bytes;
     step.b_sides = of.b_sides();
-    if (of.wgrad()) step.b = b.data() + of.side * n * bytes;
+    if (of.wgrad()) step.b = b.data() + of.side * n * (of.fp8() ? m : bytes);
     if (of.bias) {
       bias = Array<float>(of.groups() * of.sides() * n);
       for (int64_t i = 0; i < bias.count(); ++i) bias[i] = Uniform(random);
@@ -300,12 +311,19 @@ struct Case {
   // Sets element `at` of an operand to NaN.
   void SetNan(bool of_a, int64_t at) {
     const Array<uint8_t>& array = of_a ? a : b;
-    uint8_t* to = array.data() + at * draws.bytes();
+    uint8_t* to = array.data() + Place(of_a, at) * draws.bytes();
     std::memcpy(to, &kNanBits, draws.fp8() ? 1 : 2);
     if (draws.bytes() == 4) std::memcpy(to, &kFloatNanBits, 4);
-    if (draws.fp8()) array.data()[at] = static_cast<uint8_t>(E4M3::kNan);
+    if (draws.fp8()) *to = static_cast<uint8_t>(E4M3::kNan);
     (of_a ? a_values : b_values)[static_cast<size_t>(at)] =
         std::numeric_limits<double>::quiet_NaN();
+  }
+
+  // Where element `at` of an operand's values lies: rows of kFp8Wgrad are transposed.
+  int64_t Place(bool of_a, int64_t at) const {
+    if (!draws.fp8_wgrad()) return at;
+    const int64_t width = of_a ? draws.k : draws.b_sides() * draws.n;
+    return at % width * draws.m + at / width;
   }
 
   // The index of element k of column c, side s, of a group's matrix in B.
@@ -353,6 +371,29 @@ struct Case {
     }
   }
 
+  void FillFp8Wgrad(Random& random) {
+    const int64_t k_blocks = draws.k / kBlock, n_blocks = draws.b_sides() * draws.n / kBlock;
+    const auto fill = [&](bool of_a, int64_t blocks, float magnitude) {
+      Array<float>& scales = of_a ? a_scales : b_scales;
+      scales = Array<float>(draws.m / kBlock * blocks);
+      for (int64_t i = 0; i < scales.count(); ++i) {
+        scales[i] = std::ldexp(magnitude, static_cast<int>(random.In(-12, -7)));
+      }
+      const int64_t width = blocks * kBlock;
+      for (int64_t i = 0; i < draws.m * width; ++i) {
+        const auto code = static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
+        (of_a ? a : b)[Place(of_a, i)] = code;
+        const float scale = scales[i / width / kBlock * blocks + i % width / kBlock];
+        (of_a ? a_values : b_values).push_back(double{E4M3::Decode(code)} * scale);
+      }
+    };
+    fill(true, k_blocks, draws.magnitude);
+    fill(false, n_blocks, 1.0f);
+    step.a_scales = a_scales.data();
+    step.b_scales = b_scales.data() + draws.side * draws.n / kBlock;
+    step.scales_per_k = n_blocks, step.scales_per_n = 1;
+  }
+
   // Rows past the groups are NaN; sometimes elements of other rows and of matrices are, too.
   void DrawNans(Random& random) {
     const int64_t k = draws.k, n = draws.n;
@@ -376,6 +417,7 @@ struct Case {
     const int64_t bytes = ElementBytes(draws.out);
     switch (draws.kind) {
       case MatmulKind::kWgrad:
+      case MatmulKind::kFp8Wgrad:
         d = Array<uint8_t>(draws.groups() * k * n * bytes);
         break;
       case MatmulKind::kFprop:

@@ -1,6 +1,6 @@
-// Codes of fp8_block128 for matrices (cuda/matmul/quantize_matrices.cu) on emulated GPUs, bit for
-// bit as the formats define, of numbers with denormals, NaN and infinities, and of mxfp4. Takes the
-// seed of its draws and their number.
+// Codes per 128 x 128 (cuda/matmul/quantize_matrices.cu) on emulated GPUs, bit for bit as the
+// formats define: of matrices of numbers with denormals, NaN and infinities, of matrices in mxfp4,
+// and of rows, transposed. Takes the seed of its draws and their number.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,6 +16,7 @@
 #include "formats/e8m0.h"
 #include "formats/element_type.h"
 #include "formats/fp8_block128.h"
+#include "formats/fp8_block128_e8m0.h"
 
 namespace jax_ep {
 namespace {
@@ -170,6 +171,86 @@ void RunOfMxfp4(Random& random) {
   emulator::Reset();
 }
 
+void RunTransposed(Random& random) {
+  const bool coded = random.OneIn(2);
+  TransposeRowsStep step{};
+  step.groups = random.OneIn(4) ? random.In(30, 70) : random.In(1, 5);
+  step.columns = kBlock * (random.OneIn(8) ? random.In(9, 17) : random.In(1, 3));
+  auto* sizes = Allocate<int32_t>(step.groups);
+  for (int64_t i = 0; i < step.groups; ++i) {
+    constexpr int32_t kSizes[] = {-3, 0, 0, 1, 2, 3, 127, 128, 129, 260};
+    sizes[i] = kSizes[random.In(0, step.groups > 5 ? 5 : 9)];
+    step.m += std::max(sizes[i], 0);
+  }
+  step.m = random.OneIn(4) ? random.In(0, step.m) : step.m + random.In(0, 40);
+  if (random.OneIn(6)) sizes[random.In(0, step.groups - 1)] = INT32_MAX;
+  step.padded = PaddedRows(step.m, step.groups);
+  const int64_t count = step.m * step.columns, per_row = step.columns / kBlock;
+  auto* numbers = Allocate<BFloat16>(count);
+  auto* codes = Allocate<uint8_t>(count);
+  auto* scales = Allocate<float>(count / kBlock);
+  const bool powers = random.OneIn(2);
+  for (int64_t i = 0; i < count / kBlock; ++i) {
+    scales[i] = std::ldexp(powers ? 1.0f : 1.3f, static_cast<int>(random.In(-20, 3)));
+  }
+  const auto value_of = [&](int64_t row, int64_t column) {
+    const int64_t at = row * step.columns + column;
+    return coded ? Multiply(E4M3::Decode(codes[at]), scales[row * per_row + column / kBlock])
+                 : ToFloat(numbers[at]);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    numbers[i] = FromFloat<BFloat16>(DrawNumber(random));
+    codes[i] = static_cast<uint8_t>(random.In(0, 0x7E) | (random.OneIn(2) ? 0x80 : 0));
+  }
+  for (int64_t i = 0; i < 2 && count > 0 && random.OneIn(2); ++i) {
+    const int64_t at = random.In(0, count - 1);
+    numbers[at] = FromFloat<BFloat16>(BitsFloat(i == 0 ? 0x7FC00000 : 0xFF800000));
+    codes[at] = static_cast<uint8_t>(E4M3::kNan | (i == 0 ? 0x80 : 0));
+  }
+  step.sizes = sizes;
+  step.values = coded ? static_cast<const void*>(codes) : numbers;
+  step.value_scales = coded ? scales : nullptr;
+  step.codes = Allocate<uint8_t>(step.columns * step.padded);
+  step.scales = Allocate<float>(step.padded / kBlock * per_row);
+  step.padded_sizes = Allocate<int32_t>(step.groups);
+  const int64_t all = step.columns * step.padded;
+  std::vector<uint8_t> want(step.codes, step.codes + all);
+  CHECK(cuda::TransposeRows(step, nullptr) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(nullptr) == cudaSuccess);
+
+  int64_t start = 0, block = 0;
+  for (int64_t group = 0; group < step.groups; ++group) {
+    const int64_t size = std::min<int64_t>(std::max(sizes[group], 0), step.m - start);
+    const int64_t blocks = (size + kBlock - 1) / kBlock;
+    CHECK(step.padded_sizes[group] == blocks * kBlock);
+    for (int64_t i = 0; i < blocks * per_row; ++i) {
+      const int64_t y = i / per_row, x = i % per_row, rows = std::min(size - y * kBlock, kBlock);
+      const int64_t first = start + y * kBlock;
+      uint32_t amax_bits = 0;
+      for (int64_t at = 0; at < rows * kBlock; ++at) {
+        const float value = value_of(first + at / kBlock, x * kBlock + at % kBlock);
+        amax_bits = std::max(amax_bits, FloatBits(value) & 0x7FFFFFFFu);
+      }
+      const uint8_t power = Fp8Block128E8M0Format::ScaleOf(amax_bits, kNoInputScale);
+      const float scale = E8M0::Decode(power), by = E8M0::DecodeInverse(power);
+      const float found = step.scales[(block + y) * per_row + x];
+      CHECK(found == scale || (found != found && scale != scale));
+      for (int64_t at = 0; at < kBlock * kBlock; ++at) {
+        const int64_t row = at / kBlock, column = x * kBlock + at % kBlock;
+        const float value = row < rows ? value_of(first + row, column) : 0.0f;
+        want[static_cast<size_t>(column * step.padded + (block + y) * kBlock + row)] =
+            static_cast<uint8_t>(E4M3::Encode(Multiply(value, by)));
+      }
+    }
+    start += size, block += blocks;
+  }
+  // What no group has is left as it was.
+  CHECK(all == 0 || std::memcmp(want.data(), step.codes, static_cast<size_t>(all)) == 0);
+  step.padded += kBlock;
+  CHECK(cuda::TransposeRows(step, nullptr) == cudaErrorInvalidValue);
+  emulator::Reset();
+}
+
 int Main(int argc, char** argv) {
   const auto [only, seed, draws] = Asked(argc, argv, 12);
   Random random(seed);
@@ -178,6 +259,7 @@ int Main(int argc, char** argv) {
     const ElementType type = kElementTypes[i % std::size(kElementTypes)];
     VisitElement(type, [&]<typename Element>(Element) { Run<Element>(random, type); });
     RunOfMxfp4(random);
+    RunTransposed(random);
   }
   std::printf("%lld quantised: right\n", static_cast<long long>(draws));
   return 0;

@@ -474,6 +474,72 @@ def test_mxfp4_becomes_fp8(sides, octaves, ready):
         helpers.assert_bits(shared, want[1])
 
 
+# Group sizes, rows of the operand.
+TRANSPOSED = [((10, 0, 25), 48), ((130, 1, 0, 257), 400), ((0, 0), 16), ((5, 300), 200)]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kind", ["rows", "codes", "powers"])
+@pytest.mark.parametrize(("sizes", "count"), TRANSPOSED, ids=str)
+def test_rows_are_transposed(sizes, count, kind, ready):
+    """By blocks of a group's 128 rows; codes by powers of two stay exact."""
+    rng = np.random.default_rng(count)
+    held = np.diff(np.minimum(np.cumsum((0, *sizes)), count))
+    rows, values = rows_of(rng, held, count, 256)
+    if kind == "rows":
+        rows = jnp.asarray(values.astype(BF16)).at[held.sum() :].set(jnp.nan)
+        values = np.asarray(rows, np.float64)
+    elif kind == "powers":
+        powers = np.exp2(rng.integers(-9, 3, (count, 2))).astype(np.float32)
+        rows = Fp8Rows(rows.codes, jnp.asarray(powers))
+        values = np.asarray(rows.codes, np.float64) * np.repeat(powers, 128, 1)
+    made = jax.jit(kernels.transpose)(rows, jnp.array(sizes, jnp.int32))
+    padded = -(-held // 128) * 128
+    np.testing.assert_array_equal(made.padded_sizes, padded)
+    assert made.codes.shape == (256, kernels.padded_rows(count, len(sizes)))
+    assert made.codes.dtype == jnp.float8_e4m3fn
+    factors = np.repeat(np.repeat(np.asarray(made.scales, np.float64), 128, 0), 128, 1)
+    found = np.asarray(made.codes, np.float64).T * factors
+    start = at = 0
+    for size, room in zip(held, padded, strict=True):
+        own = values[start : start + size]
+        np.testing.assert_array_equal(found[at : at + size], formula.block_values(own))
+        exact = (np.abs(own) >= np.abs(own).max(initial=0) * 2.0**-13) | (own == 0)
+        assert kind != "powers" or np.all((found[at : at + size] == own) | ~exact)
+        assert not found[at + size : at + room].any()
+        start, at = start + size, at + room
+
+
+@pytest.mark.parametrize("side", [None, 0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(10, 0, 25), (130, 1, 300, 5)], ids=str)
+def test_fp8_wgrad(sizes, dtype, side, ready):
+    rng = np.random.default_rng(len(sizes))
+    count, a, b = sum(sizes) + 9, 128, 256
+    rows, values = rows_of(rng, sizes, count, a)
+    back = rng.standard_normal((count, b if side is None else 2 * b)).astype(BF16)
+    back[sum(sizes) :] = np.nan
+
+    @jax.jit
+    def run(rows, back, sizes):
+        given = (kernels.transpose(each, sizes) for each in (rows, back))
+        return kernels.fp8_wgrad(*given, jnp.dtype(dtype), side)
+
+    found = run(rows, back, jnp.array(sizes, jnp.int32))
+    assert found.dtype == jnp.dtype(dtype)
+    back = back.astype(np.float64)
+    back = back if side is None else back[:, side * b : (side + 1) * b]
+    start = 0
+    for size, got in zip(sizes, found, strict=True):
+        own = slice(start, start + size)
+        start += size
+        left, right = (formula.block_values(each[own]) for each in (values, back))
+        want = left.T @ right
+        bound = SUMS * (np.abs(left).T @ np.abs(right)) + 1e-30
+        rounding = 2.0**-8 if dtype == "bfloat16" else 2.0**-22
+        assert_within(got, want, bound + rounding * np.abs(want))
+
+
 # ---- Operations made of them ----------------------------------------------------
 
 SIZES, COUNT, H, F = (10, 0, 25), 48, 256, 128
@@ -597,6 +663,18 @@ def test_operations_equal_the_reference(canonical, ready):
         )
         assert got.dtype == one.dtype == jnp.dtype(dtype)
         assert distance(got, one) < CLOSE
+        for side in (None, 1):
+            for operand in (rows, Rows(rows.to("bfloat16"), None)):
+                got, one = (
+                    each.fp8_wgrad(
+                        each.for_fp8_wgrad(operand, sizes),
+                        each.for_fp8_wgrad(Rows(dy, None), sizes),
+                        *(sizes, jnp.dtype(dtype), side),
+                    )
+                    for each in (here, there)
+                )
+                assert got.dtype == one.dtype == jnp.dtype(dtype)
+                assert distance(got, one) < CLOSE
 
 
 def four_bits():
@@ -704,7 +782,7 @@ def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
             ["mxfp4_gate_up", "quantize", "mxfp4_fprop"],
         ),
         (
-            *("fp8_block128", "mxfp4", 1152),
+            *("fp8_block128", "mxfp4", 672),
             ["fp8_of_mxfp4", "fp8_gate_up", "fp8_of_mxfp4", "fp8_fprop"],
         ),
         ("fp8_block128", "fp8_block128", COUNT, ["fp8_experts"]),
@@ -770,8 +848,9 @@ def test_which_operations_a_device_has(monkeypatch):
     assert type(select.operations()) is HopperOperations
 
 
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128", "fp8_block128_e8m0"])
-def test_experts_equal_the_formula(name, ready):
+def test_experts_equal_the_formula(name, wgrad, ready):
     """Results and all gradients, with the expected kernels."""
     rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
     d = dispatched(rows, SIZES, name)
@@ -782,7 +861,7 @@ def test_experts_equal_the_formula(name, ready):
 
     def run(port, gate_up, down):
         own = dataclasses.replace(d, **{field: port})
-        return experts.fp8(own, gate_up, down)
+        return experts.fp8(own, gate_up, down, wgrad=wgrad)
 
     y, back = jax.vjp(jax.jit(run), port, gate_up, down)
     if ready is not None:
@@ -802,13 +881,15 @@ def test_experts_equal_the_formula(name, ready):
         dy=dy[: sum(SIZES)],
         biases=(None, None, None),
         activation=formula.SWIGLU,
+        wgrad=wgrad,
     )
     assert distance(y[: sum(SIZES)], want.y) < CLOSE
     assert distance(grads[0][: sum(SIZES)], want.rows) < CLOSE
     assert distance(grads[1], want.gate_up) < CLOSE
     assert distance(grads[2], want.down) < CLOSE
     if ready is not None:
-        assert {"fp8_down_dgrad", "wgrad"} <= set(ready)
+        of_weights = {"transpose", "fp8_wgrad"} if wgrad == "fp8" else {"wgrad"}
+        assert {"fp8_down_dgrad"} | of_weights <= set(ready)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -101,6 +101,18 @@ class Result:
     down_bias: np.ndarray | None = None
 
 
+def block_values(rows: np.ndarray) -> np.ndarray:
+    """A group's rows as e4m3 with a power of two per 128 rows and 128 columns."""
+    found = np.empty(rows.shape)
+    for row in range(0, len(rows), 128):
+        for column in range(0, rows.shape[1], 128):
+            at = slice(row, row + 128), slice(column, column + 128)
+            mantissa, power = np.frexp(np.abs(rows[at]).max() / 448)
+            scale = np.ldexp(1.0, power - int(mantissa == 0.5))
+            found[at] = (rows[at] / scale).astype(E4M3).astype(np.float64) * scale
+    return found
+
+
 def experts(
     rows: np.ndarray,
     gate_up: np.ndarray,
@@ -112,11 +124,13 @@ def experts(
     dy: np.ndarray | None = None,
     biases: Any = (None, None, None),
     activation: Activation = SWIGLU,
+    wgrad: str = "bf16",
 ) -> Result:
     """All steps by group; row_format None keeps rows unquantised and h in bfloat16.
 
     Cotangents meet weights in "mxfp4" in bfloat16.
     """
+    factor = bf16 if wgrad == "bf16" else block_values
     cotangents = bf16 if weight_format == "mxfp4" else cotangent_values
     count, (groups, hidden, _, inner) = sum(sizes), gate_up.shape
     out = Result(np.zeros((count, hidden)), np.zeros((count, inner)))
@@ -150,9 +164,9 @@ def experts(
         to_gate = dh * activation.to_gate(gate, up)
         to_up = dh * activation.to_up(gate, up)
         out.rows[at] = cotangents(to_gate) @ left.T + cotangents(to_up) @ right.T
-        out.gate_up[g, :, 0] = bf16(x[at]).T @ bf16(to_gate)
-        out.gate_up[g, :, 1] = bf16(x[at]).T @ bf16(to_up)
-        out.down[g] = bf16(h).T @ bf16(dy[at])
+        out.gate_up[g, :, 0] = factor(x[at]).T @ factor(bf16(to_gate))
+        out.gate_up[g, :, 1] = factor(x[at]).T @ factor(bf16(to_up))
+        out.down[g] = factor(h).T @ factor(bf16(dy[at]))
         out.gate_bias[g], out.up_bias[g] = to_gate.sum(0), to_up.sum(0)
         out.down_bias[g] = dy[at].sum(0)
     return out

@@ -19,7 +19,7 @@ from jax_ep._experts import (
     kernels,
     quantized,
 )
-from jax_ep._experts.kernels import Fp8Rows
+from jax_ep._experts.kernels import Fp8Rows, TransposedRows
 from jax_ep._layers import layer
 
 H, F = 128, 128  # sizes of the tests' matrices
@@ -375,6 +375,39 @@ def fp8_of_mxfp4(codes, scales):
     return values.astype(jnp.float8_e4m3fn), bits
 
 
+def transpose(rows, sizes):
+    values = _values(rows) if isinstance(rows, Fp8Rows) else rows.astype(jnp.float32)
+    count, columns = values.shape
+    sizes = jnp.maximum(sizes, 0)
+    ends = jnp.minimum(jnp.cumsum(sizes), count)
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    padded_sizes = -(-(ends - starts) // BLOCK) * BLOCK
+    before = jnp.cumsum(padded_sizes) - padded_sizes
+    padded = kernels.padded_rows(count, len(sizes))
+    held = jnp.zeros((padded, columns))
+    for group, own in enumerate(group_masks(ends - starts, count)):
+        to = before[group] + jnp.arange(count) - starts[group]
+        held = held.at[jnp.where(own, to, padded)].set(values, mode="drop")
+    blocks = held.reshape(-1, BLOCK, columns // BLOCK, BLOCK).swapaxes(1, 2)
+    least = jnp.maximum(jnp.abs(blocks).max((2, 3)), 2.0**-110) / 448
+    mantissa, power = jnp.frexp(least)
+    scales = jnp.ldexp(1.0, power - (mantissa == 0.5))
+    scales = jnp.where(jnp.isfinite(blocks).all((2, 3)), scales, jnp.nan)
+    codes = (blocks / scales[:, :, None, None]).astype(jnp.float8_e4m3fn)
+    codes = codes.swapaxes(1, 2).reshape(held.shape).T
+    return TransposedRows(codes, scales, padded_sizes.astype(jnp.int32))
+
+
+def fp8_wgrad(rows, cotangents, dtype, side=None):
+    def values(of):
+        return of.codes.T.astype(jnp.float32) * _spread(of.scales, 0, 1)
+
+    back = values(cotangents)
+    if side is not None:
+        back = jnp.split(back, 2, axis=1)[side]
+    return wgrad(None, values(rows), back, rows.padded_sizes, jnp.float32).astype(dtype)
+
+
 def _in_groups(values, sizes, otherwise):
     """Sets rows past the groups to `otherwise`, as kernels leave memory there as is."""
     in_group = jnp.arange(len(values)) < jnp.sum(jnp.maximum(sizes, 0))
@@ -399,6 +432,7 @@ STAND_INS = (
     fp8_dgrad,
     fp8_gate_up,
     fp8_down_dgrad,
+    fp8_wgrad,
     experts,
     fp8_experts,
     mxfp4_fprop,
@@ -407,4 +441,5 @@ STAND_INS = (
     fp8_of_mxfp4,
     quantize_cotangents,
     dequantize,
+    transpose,
 )

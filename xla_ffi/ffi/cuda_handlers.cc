@@ -112,6 +112,9 @@ cudaError_t Enqueue(QuantizeMatricesCall& call, int32_t, cudaStream_t stream) {
 cudaError_t Enqueue(Fp8OfMxfp4Call& call, int32_t, cudaStream_t stream) {
   return cuda::Fp8OfMxfp4(call.step, stream);
 }
+cudaError_t Enqueue(Call<TransposeRowsStep>& call, int32_t, cudaStream_t stream) {
+  return cuda::TransposeRows(call.step, stream);
+}
 
 ffi::Error Precondition(const char* target, const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(target) + ": " + message);

@@ -12,26 +12,26 @@
 namespace jax_ep::ffi_layer {
 
 // Kernels count in 32 bits, and no product of two such sizes overflows.
+inline void CheckSize(Checker& check, const CallState& call, Dim dim, int64_t least) {
+  const int64_t size = call.sizes[dim];
+  if (size >= least && size <= kMaxIndex) return;
+  check.Fail(std::string(kDimNames[static_cast<size_t>(dim)]) + " must be in [" +
+             std::to_string(least) + ", " + std::to_string(kMaxIndex) + "], got " +
+             std::to_string(size));
+}
 inline void CheckSizes(Checker& check, const CallState& call, bool has_rows) {
-  const auto within = [&](Dim dim, int64_t least) {
-    const int64_t size = call.sizes[dim];
-    if (size >= least && size <= kMaxIndex) return;
-    check.Fail(std::string(kDimNames[static_cast<size_t>(dim)]) + " must be in [" +
-               std::to_string(least) + ", " + std::to_string(kMaxIndex) + "], got " +
-               std::to_string(size));
-  };
-  within(Dim::G, 1);
-  within(Dim::A, 1);
-  within(Dim::B, 1);
-  if (has_rows) within(Dim::N, 0);
+  for (const Dim dim : {Dim::G, Dim::A, Dim::B}) CheckSize(check, call, dim, 1);
+  if (has_rows) CheckSize(check, call, Dim::N, 0);
 }
 
+inline void RequireMultiple(Checker& check, const CallState& call, Dim dim, int64_t multiple) {
+  if (call.sizes[dim] % multiple == 0) return;
+  check.Fail(std::string(kDimNames[static_cast<size_t>(dim)]) + " must be a multiple of " +
+             std::to_string(multiple) + ", got " + std::to_string(call.sizes[dim]));
+}
+// Of both sizes of a matrix.
 inline void RequireMultiple(Checker& check, const CallState& call, int64_t multiple) {
-  for (const Dim dim : {Dim::A, Dim::B}) {
-    if (call.sizes[dim] % multiple == 0) continue;
-    check.Fail(std::string(kDimNames[static_cast<size_t>(dim)]) + " must be a multiple of " +
-               std::to_string(multiple) + ", got " + std::to_string(call.sizes[dim]));
-  }
+  for (const Dim dim : {Dim::A, Dim::B}) RequireMultiple(check, call, dim, multiple);
 }
 
 // Blocks of 128 x 128 of matrices share a scale.
@@ -59,7 +59,7 @@ struct MatmulCall : Call<MatmulStep> {
     step.k = sizes[Dim::A];
     step.n = sizes[Dim::B];
     const bool is_float = step.out_element == ElementType::kFloat32;
-    if (kKind == MatmulKind::kFp8Matmul) {
+    if (kKind == MatmulKind::kFp8Matmul || kKind == MatmulKind::kFp8Wgrad) {
       step.element = is_float ? ElementType::kBFloat16 : step.out_element;
     } else if (IsFp8(kKind)) {
       check.Require(!is_float, "gate and up must have 16 bits");
@@ -80,7 +80,7 @@ struct MatmulCall : Call<MatmulStep> {
   // Z is the sides of a matrix, or of rows that are multiplied by gate and up.
   void CheckSides(Checker& check) {
     const int64_t found = sizes[Dim::Z];
-    if (kKind == MatmulKind::kWgrad) {
+    if (IsWgrad(kKind)) {
       check.Require(side >= -1 && side < 2, "side must be -1, 0 or 1");
       check.Require(found == (side < 0 ? 1 : 2), "cotangents must have one side, or with side two");
     } else {
@@ -265,6 +265,30 @@ struct Fp8DownDgradCall : MatmulCall<MatmulKind::kFp8DownDgrad> {
   }
 };
 
+// Rows and cotangents are results of ep_transpose_rows or ep_transpose_codes; N is their P.
+struct Fp8WgradCall : MatmulCall<MatmulKind::kFp8Wgrad> {
+  static constexpr const char* kTarget = "ep_fp8_wgrad";
+  static constexpr auto kOperands = std::tuple(
+      Arg<Code>("rows", {A, N}, &Step::a), Arg<F32>("row_scales", {S, X}, &Step::a_scales),
+      Arg<Code>("cotangents", {Z, B, N}, &Step::b),
+      Arg<F32>("cotangent_scales", {S, Z, Y}, &Step::b_scales),
+      Arg<I32>("padded_sizes", {G}, &Step::sizes));
+  static constexpr auto kResults = std::tuple(Ret<Output>("out", {G, A, B}, &Step::d));
+  static constexpr auto kAttributes = std::tuple(kOutDtype, kSide);
+
+  void Infer(Checker& check) {
+    MatmulCall::Infer(check);
+    RequireMultiple(check, *this, Dim::N, kMatrixBlock);
+    sizes.Set(Dim::S, sizes[Dim::N] / kMatrixBlock);
+  }
+  void Finish() {
+    const int64_t before = side > 0 ? 1 : 0;
+    step.b = static_cast<const uint8_t*>(step.b) + before * step.n * step.m;
+    step.b_scales += before * sizes[Dim::Y];
+    step.scales_per_k = sizes[Dim::Z] * sizes[Dim::Y], step.scales_per_n = 1;
+  }
+};
+
 // ---- Both matmuls of experts --------------------------------------------------------------------
 
 // A is H and B is F.
@@ -422,6 +446,47 @@ struct Fp8OfMxfp4Call : Call<Fp8OfMxfp4Step> {
     step.sides = sizes[Dim::Z];
     step.columns = sizes[Dim::B];
   }
+};
+
+// ---- Rows for their gradients
+// ----------------------------------------------------------------------------
+
+template <bool kCodes>
+struct TransposeCall : Call<TransposeRowsStep> {
+  static constexpr auto kGroupSizes = Arg<I32>("group_sizes", {Dim::G}, &Step::sizes);
+  static constexpr auto kResults =
+      std::tuple(Ret<Code>("codes", {Dim::A, Dim::P}, &Step::codes),
+                 Ret<F32>("scales", {Dim::S, Dim::X}, &Step::scales),
+                 Ret<I32>("padded_sizes", {Dim::G}, &Step::padded_sizes));
+  static constexpr auto kAttributes = std::tuple();
+
+  void Infer(Checker& check) {
+    CheckSize(check, *this, Dim::G, 1);
+    CheckSize(check, *this, Dim::A, 1);
+    CheckSize(check, *this, Dim::N, 0);
+    RequireMultiple(check, *this, Dim::A, kMatrixBlock);
+    sizes.Set(Dim::P, PaddedRows(sizes[Dim::N], sizes[Dim::G]));
+    sizes.Set(Dim::S, sizes[Dim::P] / kMatrixBlock);
+    sizes.Set(Dim::X, sizes[Dim::A] / kMatrixBlock);
+  }
+  void Size(Checker& check) {
+    step.m = sizes[Dim::N];
+    step.groups = sizes[Dim::G];
+    step.columns = sizes[Dim::A];
+    step.padded = sizes[Dim::P];
+    check.Require(kCodes || element == ElementType::kBFloat16, "rows must be bfloat16");
+  }
+};
+struct TransposeRowsCall : TransposeCall<false> {
+  static constexpr const char* kTarget = "ep_transpose_rows";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Token>("rows", {N, A}, &Step::values), kGroupSizes);
+};
+struct TransposeCodesCall : TransposeCall<true> {
+  static constexpr const char* kTarget = "ep_transpose_codes";
+  static constexpr auto kOperands =
+      std::tuple(Arg<Code>("rows", {N, A}, &Step::values),
+                 Arg<F32>("row_scales", {N, X}, &Step::value_scales), kGroupSizes);
 };
 
 }  // namespace jax_ep::ffi_layer

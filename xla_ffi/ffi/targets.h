@@ -34,7 +34,8 @@ using MatmulCalls =
     CallList<FpropCall, DgradCall, GateUpCall, DownDgradCall, WgradCall, Fp8FpropCall, Fp8DgradCall,
              PortableFpropCall, PortableDgradCall, PortableGateUpCall, PortableDownDgradCall,
              PortableWgradCall, Fp8GateUpCall, Fp8DownDgradCall, ExpertsCall, Fp8ExpertsCall,
-             Mxfp4FpropCall, Mxfp4GateUpCall, QuantizeMatricesCall, Fp8OfMxfp4Call>;
+             Mxfp4FpropCall, Mxfp4GateUpCall, QuantizeMatricesCall, Fp8OfMxfp4Call, Fp8WgradCall,
+             TransposeRowsCall, TransposeCodesCall>;
 
 // Calls `visit.template operator()<Call>()` for each.
 template <typename... Calls, typename Visit>

@@ -25,9 +25,13 @@ enum class MatmulKind {
   kFp8Matmul,     // kDgrad in fp8, or with transposed weights fprop
   kFp8GateUp,     // [M, K] x [L, 2, N, K] -> h [M, N] in fp8
   kFp8DownDgrad,  // kDownDgrad in fp8 -> [M, 2, N] in fp8, and in `element`
+  kFp8Wgrad,      // kWgrad in fp8, of operands that TransposeRowsStep makes: [K, M] x [N, M]
 };
 
 JAX_EP_HOST_DEVICE constexpr bool IsFp8(MatmulKind kind) { return kind >= MatmulKind::kFp8Matmul; }
+JAX_EP_HOST_DEVICE constexpr bool IsWgrad(MatmulKind kind) {
+  return kind == MatmulKind::kWgrad || kind == MatmulKind::kFp8Wgrad;
+}
 
 // h, a function of gate and up. s is the sigmoid.
 enum class Activation : int32_t {
@@ -54,7 +58,7 @@ struct MatmulStep : ActivationOptions {
   bool portable;
   bool exact;
   ElementType element;  // of 16-bit operands and results: bfloat16 or float16
-  // Of D in kFp8Matmul and kWgrad, and portable kFprop and kDgrad: `element` or float32.
+  // Of D in kFp8Matmul, kWgrad and kFp8Wgrad, and portable kFprop and kDgrad: `element` or float32.
   ElementType out_element;
   int64_t m;
   int64_t groups;  // L
@@ -62,7 +66,7 @@ struct MatmulStep : ActivationOptions {
   int64_t n;             // of each side, gate or up
   const int32_t* sizes;  // [L]
   const void* a;
-  const float* a_scales;  // of fp8: [M, K / 128]
+  const float* a_scales;  // of fp8: [M, K / 128]; of kFp8Wgrad: [M / 128, K / 128]
   const void* b;
   // kGateUp: the matrices of up [L, K, N], with those of gate in `b`; or null, if `b` has both.
   // kDgrad: with the matrices of gate in `b`, A is [M, 2, K], and D sums over gate and up.
@@ -74,7 +78,8 @@ struct MatmulStep : ActivationOptions {
   const float* bias;
   // Of fp8, per 128 x 128 of a matrix. The scale of block i of K and block j of N (and of side s in
   // kFp8GateUp) is at g * scales_per_group + i * scales_per_k + s * scales_per_side + j *
-  // scales_per_n, so that the weights and their transpose share an array of scales.
+  // scales_per_n, so that the weights and their transpose share an array of scales. That of block i
+  // of M in kFp8Wgrad is at i * scales_per_k + j.
   const float* b_scales;
   int64_t scales_per_group;
   int64_t scales_per_k;
@@ -197,6 +202,29 @@ inline constexpr int64_t kMxfp4AtomBytes = kMxfp4BlockN * kMxfp4AtomK / 2 + kMxf
 inline constexpr int64_t kMxfp4Align = 128;
 JAX_EP_HOST_DEVICE constexpr int64_t Mxfp4Atoms(int64_t k) {
   return (k + kMxfp4Align - 1) / kMxfp4Align * (kMxfp4Align / kMxfp4AtomK);
+}
+
+// Makes an operand of kFp8Wgrad of rows: transposed codes per 128 x 128 by the rule of
+// "fp8_block128_e8m0", with amax over the block. There each group begins at a multiple of 128, and
+// zeros fill its last block. So codes whose scales are powers of two stay exact, but for those
+// below 2^-13 of the block's largest.
+struct TransposeRowsStep {
+  int64_t m;
+  int64_t groups;             // L
+  int64_t columns;            // A, a multiple of 128
+  int64_t padded;             // P, PaddedRows(m, groups)
+  const int32_t* sizes;       // [L]
+  const void* values;         // [M, A] of bfloat16, or with `value_scales` codes of e4m3
+  const float* value_scales;  // [M, A / 128], or null
+  uint8_t* codes;             // [A, P]; not written past the groups
+  float* scales;              // [P / 128, A / 128]
+  int32_t* padded_sizes;      // [L], multiples of 128
+};
+// Returns the rows that groups of M rows may take there.
+constexpr int64_t PaddedRows(int64_t m, int64_t groups) {
+  constexpr int64_t kBlock = 128;
+  const int64_t filled = groups < m ? groups : m;  // others are empty
+  return (m + filled * (kBlock - 1) + kBlock - 1) / kBlock * kBlock;
 }
 
 // Turns matrices in "mxfp4", as weights have them, into "fp8_block128", transposed. A block's scale

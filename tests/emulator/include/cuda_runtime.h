@@ -185,3 +185,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);
 }
+inline unsigned __vmaxu4(unsigned a, unsigned b) {
+  const unsigned odd = __vmaxu2(a >> 8 & 0xFF00FF, b >> 8 & 0xFF00FF);
+  return odd << 8 | __vmaxu2(a & 0xFF00FF, b & 0xFF00FF);
+}

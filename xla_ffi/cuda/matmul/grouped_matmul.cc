@@ -26,7 +26,7 @@ bool Fits(const MatmulStep& step) {
          step.k > 0 && step.k < kMostRows && step.k % align == 0 && step.n > 0 &&
          step.n < kMostRows && step.n % align == 0 && is_half &&
          // Tensor copies count rows of results in int32.
-         (step.kind != MatmulKind::kWgrad || step.groups * step.k < kMostRows) &&
+         (!IsWgrad(step.kind) || step.groups * step.k < kMostRows) &&
          (!IsFp8(step.kind) || step.m * (step.k / 128) <= kMostScales) && Aligned(step.a) &&
          Aligned(step.b) && Aligned(step.b_up) && Aligned(step.bias) &&
          Aligned(step.gate_up_rows) && Aligned(step.d) && Aligned(step.to_gate_up_rows);
@@ -45,7 +45,7 @@ cudaError_t Multiply(const MatmulStep& step, MatmulWay way, cudaStream_t stream)
   if (step.groups == 0) return cudaSuccess;
   if (step.m == 0) {
     // A tensor map cannot have an empty dimension.
-    if (step.kind != MatmulKind::kWgrad) return cudaSuccess;
+    if (!IsWgrad(step.kind)) return cudaSuccess;
     const int64_t bytes = step.groups * step.k * step.n * ElementBytes(step.out_element);
     return cudaMemsetAsync(step.d, 0, static_cast<size_t>(bytes), stream);
   }

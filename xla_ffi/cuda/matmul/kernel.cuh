@@ -47,7 +47,7 @@ __device__ __forceinline__ void LoadA(const CUtensorMap* map, const Tile& tile, 
                                       const StageAddresses& stage) {
   const auto load = [&](uint32_t box, bool multicast) {
     const int32_t row = tile.row + static_cast<int32_t>(box) * 64;
-    BoxPlace place{{at.k, at.side, row, 0}};
+    BoxPlace place{{(Traits::kWgrad ? tile.first : 0) + at.k, at.side, row, 0}};
     if constexpr (Traits::kAMnMajor) place = {{row, 0, tile.first + at.k, 0}};
     const uint32_t to = stage.operands + box * kBoxBytes;
     multicast ? TensorLoadMulticast(to, map, place, stage.full)
@@ -78,7 +78,10 @@ __device__ __forceinline__ void LoadB(const MatmulMaps& maps, const Tile& tile, 
     const int32_t k = at.k, of_map = Traits::kHasUpMap ? 0 : side;
     BoxPlace place{{k, column, of_map, tile.group}};
     if constexpr (Traits::kBMnMajor) place = {{column, of_map, k, tile.group}};
-    if constexpr (Traits::kWgrad) place = {{column, 0, tile.first + k, 0}};
+    if constexpr (Traits::kWgrad) {
+      place = {{tile.first + k, column, 0, 0}};
+      if constexpr (Traits::kBMnMajor) place = {{column, 0, tile.first + k, 0}};
+    }
     const uint32_t to = stage.operands + (kABoxes + box) * kBoxBytes;
     multicast ? TensorLoadMulticast(to, map, place, stage.full)
               : TensorLoad(to, map, place, stage.full);
@@ -132,9 +135,10 @@ __device__ __forceinline__ void LoadOperands(const MatmulMaps& maps, int32_t sid
 }
 
 // Loads the scales of fp8, which it reads from memory two blocks of K ahead. Called by a warp.
+template <typename Traits>
 __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t all_rows,
-                                           bool sides, int64_t columns,
-                                           const MatmulMemory& memory) {
+                                           int64_t columns, const MatmulMemory& memory) {
+  constexpr bool sides = Traits::kGateUp;
   MatmulShared& shared = memory.shared;
   constexpr int kPerLane = kBlockM / kWarpSize;
   constexpr int kAhead = 2;
@@ -145,24 +149,29 @@ __device__ __forceinline__ void LoadScales(const ScaleArguments& scales, int32_t
     const Tile tile = tiles.Next();
     if (tile.k_blocks < 0) break;
     StageCursor at{tile.stage};
-    uint32_t rows[kPerLane];  // in elements
+    const int32_t first = Traits::kWgrad ? tile.first / kBlockM : 0;  // the first block of K
+    const uint32_t a_step = Traits::kWgrad ? scales.a_stride : 1;     // between blocks of K
+    uint32_t rows[kPerLane];                                          // in elements
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       // Rows past the last one have no results.
       const int32_t row = min(tile.row + lane + i * static_cast<int32_t>(kWarpSize), all_rows - 1);
       rows[i] = static_cast<uint32_t>(row) * scales.a_stride;
+      if constexpr (Traits::kWgrad)
+        rows[i] = static_cast<uint32_t>(first) * a_step + tile.row / kBlockM;
     }
     // Lanes 0 and 1 load the scales of gate and of up, or of 128 columns each.
     const int32_t column = tile.column + (sides ? 0 : lane * 128);
     const bool has_b = lane < 2 && column < columns;
-    const float* b_scales = scales.b + tile.group * scales.per_group +
-                            (sides ? lane * scales.per_side : 0) + column / 128 * scales.per_n;
+    const float* b_scales =
+        scales.b + (Traits::kWgrad ? first * scales.per_k : tile.group * scales.per_group) +
+        (sides ? lane * scales.per_side : 0) + column / 128 * scales.per_n;
     const int32_t k_blocks = tile.k_blocks;
     float ahead[kAhead][kPerLane + 1];
     const auto load = [&](float (&to)[kPerLane + 1], int32_t k_block) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i)
-        to[i] = k_block < k_blocks ? scales.a[rows[i] + k_block] : 0.0f;
+        to[i] = k_block < k_blocks ? scales.a[rows[i] + k_block * a_step] : 0.0f;
       to[kPerLane] = has_b && k_block < k_blocks ? b_scales[k_block * scales.per_k] : 0.0f;
     };
 #pragma unroll
@@ -308,9 +317,10 @@ __device__ __forceinline__ void AddHalf(float* sums, float (&part)[64], const fl
 // There are not enough registers for a product under way and another that is being added up.
 // Instead, one warpgroup adds while the other multiplies. Products of fewer columns would read more
 // from shared memory than it can deliver beside the copies.
-template <int kHalves>
-__device__ __forceinline__ void MultiplyFp8(float (&sums)[64 * kHalves], int32_t k_blocks,
+template <typename Traits>
+__device__ __forceinline__ void MultiplyFp8(float (&sums)[Traits::kBlockN / 2], int32_t k_blocks,
                                             Stages& stages, uint32_t a_box, uint32_t warp) {
+  constexpr int kHalves = Traits::kBlockN / 128;
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   const uint32_t row = a_box * 64 + warp * kWarpRows + Lane() / 4;
@@ -319,7 +329,8 @@ __device__ __forceinline__ void MultiplyFp8(float (&sums)[64 * kHalves], int32_t
     stages.Await();
     float part[64];
     MultiplyHalf(part, stages, a_box, 0);
-    const float of_a[2] = {stages.AScale(row), stages.AScale(row + 8)};
+    float of_a[2] = {stages.AScale(row)};
+    of_a[1] = Traits::kWgrad ? of_a[0] : stages.AScale(row + 8);
     float factors[kHalves][2];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -369,7 +380,7 @@ __device__ __forceinline__ void MultiplyTiles(const MatmulMaps& maps,
     }
     float sums[Traits::kBlockN / 2];
     if constexpr (Traits::kFp8) {
-      MultiplyFp8<Traits::kBlockN / 128>(sums, tile.k_blocks, stages, a_box, warp);
+      MultiplyFp8<Traits>(sums, tile.k_blocks, stages, a_box, warp);
     } else if constexpr (Traits::kWgrad) {
       MultiplyRows<Traits>(sums, tile, stages, a_box, warpgroup);
     } else {
@@ -420,9 +431,8 @@ __global__ void __launch_bounds__(kMatmulThreads, 1)
                                                   shared.ring);
     } else if (warp == 3) {
       LoadOperands<Traits, true>(maps, arguments.side_blocks, memory);
-    } else if (Traits::kFp8) {
-      LoadScales(arguments.scales, arguments.scheduler.m, Traits::kGateUp, arguments.result.n,
-                 memory);
+    } else if constexpr (Traits::kFp8) {
+      LoadScales<Traits>(arguments.scales, arguments.scheduler.m, arguments.result.n, memory);
     }
   } else {
     GrowRegisters<kMathRegisters>();

@@ -39,6 +39,7 @@ void ForEachMatmul(Visit visit) {
   visit.template operator()<MatmulKind::kFp8Matmul, void>();
   visit.template operator()<MatmulKind::kFp8GateUp, void>();
   visit.template operator()<MatmulKind::kFp8DownDgrad, void>();
+  visit.template operator()<MatmulKind::kFp8Wgrad, void>();
 }
 
 }  // namespace jax_ep::cuda

@@ -13,10 +13,13 @@ template <typename Traits>
 cudaError_t MapA(const MatmulStep& step, CUtensorMap* map) {
   const int64_t bytes = Traits::kFp8 ? 1 : 2;
   const int64_t sides = Traits::kKind == MatmulKind::kDgrad && step.b_up != nullptr ? 2 : 1;
-  const int64_t side = step.k * bytes, row = sides * side;
+  // A line of boxes that lie K-major holds what is contracted.
+  constexpr bool kSwapped = Traits::kWgrad && !Traits::kAMnMajor;
+  const int64_t columns = kSwapped ? step.m : step.k, rows = kSwapped ? step.k : step.m;
+  const int64_t side = columns * bytes, row = sides * side;
   const auto box = static_cast<uint32_t>(kBlockKBytes / bytes);
   const MappedTensor tensor{
-      step.a, bytes, {step.k, sides, step.m, 1}, {side, row, step.m * row}, {box, 1, 64, 1}};
+      step.a, bytes, {columns, sides, rows, 1}, {side, row, rows * row}, {box, 1, 64, 1}};
   return MakeTensorMap(tensor, map);
 }
 
@@ -30,9 +33,9 @@ cudaError_t MapB(const MatmulStep& step, MatmulMaps* maps) {
   const int64_t in_row = joined ? 2 : Traits::kWgrad ? step.b_sides : 1;
   const auto map_of = [&](const void* base, CUtensorMap* map) {
     MappedTensor tensor{};
+    const int64_t contracted = Traits::kWgrad ? step.m : step.k;
+    const int64_t matrices = Traits::kWgrad ? 1 : step.groups;
     if constexpr (Traits::kBMnMajor) {
-      const int64_t contracted = Traits::kWgrad ? step.m : step.k;
-      const int64_t matrices = Traits::kWgrad ? 1 : step.groups;
       const int64_t side = step.n * bytes, row = in_row * side;
       tensor = {base,
                 bytes,
@@ -40,10 +43,10 @@ cudaError_t MapB(const MatmulStep& step, MatmulMaps* maps) {
                 {side, row, contracted * row},
                 {64, 1, 64, 1}};
     } else {
-      const int64_t column = step.k * bytes, side = step.n * column;
+      const int64_t column = contracted * bytes, side = step.n * column;
       tensor = {base,
                 bytes,
-                {step.k, step.n, in_map, step.groups},
+                {contracted, step.n, in_map, matrices},
                 {column, side, in_map * side},
                 {static_cast<uint32_t>(kBlockKBytes / bytes), 64, 1, 1}};
     }
@@ -149,8 +152,9 @@ cudaError_t ForElementD(ElementD element_d, Run run) {
     if (element_d == ElementD::kElement || error != cudaSuccess) return error;
     return run(MatmulTraits<kKind, Element, ElementD::kFloat32>{});
   } else {
-    constexpr ElementD kElementD =
-        kKind == MatmulKind::kFp8Matmul ? ElementD::kEither : ElementD::kElement;
+    constexpr ElementD kElementD = kKind == MatmulKind::kFp8Matmul || kKind == MatmulKind::kFp8Wgrad
+                                       ? ElementD::kEither
+                                       : ElementD::kElement;
     cudaError_t error = run(MatmulTraits<kKind, Element, kElementD>{});
     if constexpr (kHasFewRows<kKind>) {
       if (error == cudaSuccess) error = run(MatmulTraits<kKind, Element, kElementD, true>{});

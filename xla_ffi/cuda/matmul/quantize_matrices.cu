@@ -1,20 +1,23 @@
-// Codes of fp8_block128 for experts' weights. A thread block takes 128 x 128 elements and reads
-// them into registers once. It writes their codes through shared memory, transposed, and those of
-// numbers also in the order of the elements.
+// Codes per 128 x 128 for experts' weights and for their gradients. A thread block takes 128 x 128
+// elements and reads them into registers once. It writes their codes through shared memory,
+// transposed, and those of matrices of numbers also in the order of the elements.
 #include "cuda/matmul/quantize_matrices.h"
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/primitives.cuh"
 #include "cuda/common/shared_memory.cuh"
+#include "cuda/matmul/group_pieces.cuh"
 #include "formats/e2m1.h"
 #include "formats/e4m3.h"
 #include "formats/e8m0.h"
 #include "formats/element_type.h"
 #include "formats/fp8_block128.h"
+#include "formats/fp8_block128_e8m0.h"
 #include "formats/numbers.h"
 
 namespace jax_ep::cuda {
@@ -58,6 +61,26 @@ __device__ void StoreColumn(uint8_t* transposed, int column, int row,
     *reinterpret_cast<uint32_t*>(to) = words[0];
   } else {
     *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+}
+
+// Stores a lane's codes, which it has by rows.
+template <typename Own>
+__device__ void StoreColumns(uint8_t* transposed, int first_column, int first_row,
+                             const uint32_t (&codes)[Own::kRows][Own::kColumns / 4]) {
+#pragma unroll
+  for (int column = 0; column < Own::kColumns; ++column) {
+    // Byte i of word k is of row 4 * k + i.
+    uint32_t words[Own::kRows / 4];
+#pragma unroll
+    for (int k = 0; k < Own::kRows / 4; ++k) {
+      const auto of = [&](int i) { return codes[4 * k + i][column / 4]; };
+      const uint32_t pick = static_cast<uint32_t>(column % 4) | (column % 4 + 4) << 4;
+      const uint32_t low = __byte_perm(of(0), of(1), pick);
+      const uint32_t high = __byte_perm(of(2), of(3), pick);
+      words[k] = __byte_perm(low, high, 0x5410);
+    }
+    StoreColumn<Own>(transposed, first_column + column, first_row, words);
   }
 }
 
@@ -159,20 +182,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
   if (step.transposed == nullptr) return;
 
   uint8_t* transposed = SharedBytes();
-#pragma unroll
-  for (int column = 0; column < Own::kColumns; ++column) {
-    // Byte i of word k is of row 4 * k + i.
-    uint32_t words[Own::kRows / 4];
-#pragma unroll
-    for (int k = 0; k < Own::kRows / 4; ++k) {
-      const auto of = [&](int i) { return codes[4 * k + i][column / 4]; };
-      const uint32_t pick = static_cast<uint32_t>(column % 4) | (column % 4 + 4) << 4;
-      const uint32_t low = __byte_perm(of(0), of(1), pick);
-      const uint32_t high = __byte_perm(of(2), of(3), pick);
-      words[k] = __byte_perm(low, high, 0x5410);
-    }
-    StoreColumn<Own>(transposed, first_column + column, first_row, words);
-  }
+  StoreColumns<Own>(transposed, first_column, first_row, codes);
   const BlockAt at{static_cast<int64_t>(group) * step.sides + side, y, x};
   WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
 }
@@ -273,6 +283,144 @@ __global__ void __launch_bounds__(kThreads, 4)
   WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
 }
 
+// ---- Of rows ------------------------------------------------------------------------------------
+
+// What a lane holds of rows: numbers, or codes with a scale for each of its rows.
+template <bool kCodes>
+struct LaneRows {
+  using Own = Share<BFloat16>;
+  static constexpr int kWords = Own::kColumns / 4;  // of codes in a row
+  using Row = std::conditional_t<kCodes, uint2, Elements<BFloat16, Own::kColumns>>;
+
+  Row rows[Own::kRows];
+  float scales[Own::kRows];
+
+  __device__ void Load(const TransposeRowsStep& step, int i, int64_t row, int64_t column) {
+    const int64_t at = row * step.columns + column;
+    const auto* values = static_cast<const uint8_t*>(step.values);
+    if constexpr (kCodes) {
+      rows[i] = *reinterpret_cast<const uint2*>(values + at);
+      scales[i] = step.value_scales[row * (step.columns / kSize) + column / kSize];
+    } else {
+      rows[i].Load(values + at * static_cast<int64_t>(sizeof(BFloat16)));
+    }
+  }
+  __device__ void Clear(int i) {
+    rows[i] = Row{};
+    scales[i] = 0.0f;
+  }
+  __device__ uint32_t AmaxBits(int i) const {
+    if constexpr (kCodes) {
+      // Without their signs, codes have the order of their values, and NaN is the largest.
+      const uint32_t four = __vmaxu4(rows[i].x & 0x7F7F7F7Fu, rows[i].y & 0x7F7F7F7Fu);
+      const uint32_t two = __vmaxu4(four, four >> 16);
+      const float largest = E4M3::Decode(max(two & 0xFFu, two >> 8 & 0xFFu));
+      return FloatBits(Multiply(largest, scales[i])) & 0x7FFFFFFFu;
+    } else {
+      return rows[i].AmaxBits();
+    }
+  }
+  // Four elements of a row, multiplied by a power of two.
+  __device__ void Scaled(int i, int word, float factor, float (&four)[4]) const {
+    if constexpr (kCodes) {
+      const uint32_t codes = word == 0 ? rows[i].x : rows[i].y;
+      E4M3::DecodeTwo(codes, four[0], four[1]);
+      E4M3::DecodeTwo(codes >> 16, four[2], four[3]);
+      // A power of two, so that it may come before the product.
+      factor = Multiply(scales[i], factor);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) four[j] = rows[i].Get(4 * word + j);
+    }
+#pragma unroll
+    for (float& value : four) value = Multiply(value, factor);
+  }
+};
+
+// The thread blocks that share 128 rows. Each finds its group once, and then takes several times
+// 128 columns, of which it loads the next ones ahead.
+JAX_EP_HOST_DEVICE uint32_t PartsOf(int64_t columns) {
+  constexpr int64_t kColumnsEach = 8 * kSize;
+  return static_cast<uint32_t>((columns + kColumnsEach - 1) / kColumnsEach);
+}
+
+struct RowGroups {
+  const int32_t* sizes;
+  int32_t groups;
+  int32_t m;
+};
+
+template <bool kCodes>
+__global__ void __launch_bounds__(kThreads, 2)
+    TransposeRowsKernel(const __grid_constant__ TransposeRowsStep step) {
+  using Own = typename LaneRows<kCodes>::Own;
+  using BlockFormat = Fp8Block128E8M0Format;
+  const auto across = static_cast<uint32_t>(step.columns / kSize);
+  const uint32_t parts = PartsOf(step.columns);
+  const uint32_t part = blockIdx.x % parts, y = blockIdx.x / parts;
+  const RowGroups groups{step.sizes, static_cast<int32_t>(step.groups),
+                         static_cast<int32_t>(step.m)};
+  GroupPieces<RowGroups> pieces(groups);
+  const bool writes_sizes = blockIdx.x == 0 && threadIdx.x < kWarpSize;
+  GroupPiece own{-1, 0, 0, 0};
+  do {
+    pieces.Load([&](int32_t group, int32_t size) {
+      const int32_t count = (size + kSize - 1) / kSize;
+      if (writes_sizes && group < groups.groups) step.padded_sizes[group] = count * kSize;
+      return group < groups.groups ? count : 0;
+    });
+    if (own.group < 0 && y < pieces.end()) own = pieces.Find(y);
+  } while ((own.group < 0 || writes_sizes) && pieces.Advance());
+  if (own.group < 0) return;  // all threads of the block
+
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int first_row = warp * kRowsPerWarp + Lane() / Own::kLanesPerRow * Own::kRows;
+  const int first_column = Lane() % Own::kLanesPerRow * Own::kColumns;
+  const int32_t within = own.index * kSize + first_row;  // the group
+  const auto load = [&](LaneRows<kCodes>& lane, uint32_t x) {
+#pragma unroll
+    for (int i = 0; i < Own::kRows; ++i) {
+      if (x < across && within + i < own.size) {
+        lane.Load(step, i, int64_t{own.start} + within + i, x * int64_t{kSize} + first_column);
+      } else {
+        lane.Clear(i);
+      }
+    }
+  };
+  uint8_t* transposed = SharedBytes();
+  LaneRows<kCodes> next;
+  load(next, part);
+  JAX_EP_NO_UNROLL
+  for (uint32_t x = part; x < across; x += parts) {
+    const LaneRows<kCodes> lane = next;
+    load(next, x + parts);
+    uint32_t amax_bits = 0;
+#pragma unroll
+    for (int i = 0; i < Own::kRows; ++i) amax_bits = max(amax_bits, lane.AmaxBits(i));
+    // Its barrier also comes after all reads of what was transposed before.
+    amax_bits = BlockMax(amax_bits);
+    const uint8_t power = BlockFormat::ScaleOf(amax_bits, kNoInputScale);
+    if (threadIdx.x == 0) {
+      step.scales[int64_t{y} * across + x] = BlockFormat::ScaleValue(power);
+    }
+    const float factor = BlockFormat::FactorOf(power, kNoInputScale);
+    const bool numbers = power != E8M0::kNan;
+    uint32_t codes[Own::kRows][LaneRows<kCodes>::kWords];
+#pragma unroll
+    for (int i = 0; i < Own::kRows; ++i) {
+#pragma unroll
+      for (int word = 0; word < LaneRows<kCodes>::kWords; ++word) {
+        float four[4];
+        lane.Scaled(i, word, factor, four);
+        codes[i][word] = E4M3::EncodeWord<4>(four, numbers);
+      }
+    }
+    StoreColumns<Own>(transposed, first_column, first_row, codes);
+    const BlockAt at{0, y, x};
+    WriteTransposed<Own>(transposed, step.codes, step.padded, step.columns, at);
+  }
+}
+
 bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
@@ -313,8 +461,27 @@ cudaError_t Fp8OfMxfp4(const Fp8OfMxfp4Step& step, cudaStream_t stream) {
                 kSize * kSize, stream, step);
 }
 
+cudaError_t TransposeRows(const TransposeRowsStep& step, cudaStream_t stream) {
+  if (step.columns % kSize != 0 || step.padded != PaddedRows(step.m, step.groups) ||
+      step.padded > kMaxIndex || step.padded / kSize * (step.columns / kSize) > kMaxIndex ||
+      !IsAligned(step.values) || !IsAligned(step.codes)) {
+    return cudaErrorInvalidValue;
+  }
+  const auto blocks = static_cast<unsigned>(step.padded / kSize) * PartsOf(step.columns);
+  if (blocks == 0) {
+    return cudaMemsetAsync(step.padded_sizes, 0, static_cast<size_t>(step.groups) * 4, stream);
+  }
+  const auto run = [&](auto kernel) {
+    return Launch(kernel, dim3(blocks), kThreads, kSize * kSize, stream, step);
+  };
+  return step.value_scales == nullptr ? run(TransposeRowsKernel<false>)
+                                      : run(TransposeRowsKernel<true>);
+}
+
 cudaError_t PreloadQuantizeMatrices() {
   cudaError_t error = Preload(Fp8OfMxfp4MatricesKernel);
+  if (error == cudaSuccess) error = Preload(TransposeRowsKernel<false>);
+  if (error == cudaSuccess) error = Preload(TransposeRowsKernel<true>);
   for (const ElementType element : kElementTypes) {
     VisitElement(element, [&]<typename Element>(Element) {
       if (error == cudaSuccess) error = Preload(QuantizeMatricesKernel<Element>);

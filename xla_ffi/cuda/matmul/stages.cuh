@@ -32,10 +32,10 @@ struct MatmulTraits {
   static constexpr bool kFew = kOfFewRows;
   using Element = ElementOf;  // of 16-bit operands; void for fp8
   static constexpr bool kFp8 = IsFp8(kOf);
-  static constexpr bool kWgrad = kOf == MatmulKind::kWgrad;
-  static constexpr bool kAMnMajor = kWgrad;
+  static constexpr bool kWgrad = IsWgrad(kOf);
+  static constexpr bool kAMnMajor = kOf == MatmulKind::kWgrad;
   static constexpr bool kBMnMajor =
-      kWgrad || kOf == MatmulKind::kFprop || kOf == MatmulKind::kGateUp;
+      kAMnMajor || kOf == MatmulKind::kFprop || kOf == MatmulKind::kGateUp;
   static constexpr bool kGateUp = kOf == MatmulKind::kGateUp || kOf == MatmulKind::kFp8GateUp;
   static constexpr bool kDownDgrad =
       kOf == MatmulKind::kDownDgrad || kOf == MatmulKind::kFp8DownDgrad;
@@ -66,7 +66,7 @@ struct MatmulTraits {
 // The scales of fp8 (protocol/matmul_steps.h).
 struct ScaleArguments {
   const float* a;
-  uint32_t a_stride;
+  uint32_t a_stride;  // between rows, or in kFp8Wgrad between blocks of M
   const float* b;
   int64_t per_group;
   int64_t per_k;

@@ -10,6 +10,7 @@ namespace jax_ep::cuda {
 using jax_ep::ColumnsAlign;
 using jax_ep::ExpertsStep;
 using jax_ep::IsFp8;
+using jax_ep::IsWgrad;
 using jax_ep::MatmulKind;
 using jax_ep::MatmulStep;
 
