@@ -9,14 +9,15 @@ rematerialised layer. The command prints the loss curves, and the cosines betwee
 gradients of every parameter. It exits 1 if a cosine is below 0.95, or if the final
 losses, on batches that no run has seen, differ by more than 0.25%. A single pair of
 runs differs by chance, some 0.5% to either side, so losses are means over several seeds
-of parameters and data. --control also trains in float32. The models trained in bfloat16
-are then served with weights of 8 and of 4 bits, on the same batches. Needs pip install
-'jax_ep[flax]' optax.
+of parameters and data. --control also trains in float32, and --wgrad with gradients of
+the experts' weights in fp8. The models trained in bfloat16 are then served with weights
+of 8 and of 4 bits, on the same batches. Needs pip install 'jax_ep[flax]' optax.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import pathlib
 import sys
@@ -42,7 +43,14 @@ KINDS = {
     "bf16": {},
     "fp8": {"experts": jax_ep.experts.fp8, "dispatch_format": "fp8_block128"},
 }
-CONTROL = {"float32": {"dtype": "float32"}}
+# Trained on request.
+MORE = {
+    "float32": {"dtype": "float32"},
+    "fp8 wgrad": {
+        "experts": functools.partial(jax_ep.experts.fp8, wgrad="fp8"),
+        "dispatch_format": "fp8_block128_e8m0",
+    },
+}
 SERVED = ("fp8_block128", "mxfp4")
 # A rematerialised layer exchanges nothing twice, and keeps the results of gate and up,
 # which the backward pass needs.
@@ -62,7 +70,7 @@ def make_model(sizes, mesh, kind, parts, seed):
             num_experts=sizes.experts,
             top_k=sizes.top_k,
             max_tokens_per_rank=sizes.sequences * sizes.length // parts // mesh.size,
-            **(KINDS | CONTROL)[kind],
+            **(KINDS | MORE)[kind],
             rngs=rngs,
         )
 
@@ -72,7 +80,7 @@ def make_model(sizes, mesh, kind, parts, seed):
 def gradients(model, parts, kind):
     """Returns (nats per byte, gradients) over `[parts, sequences, length + 1]`."""
     codes = None
-    if kind == "fp8":
+    if kind.startswith("fp8"):
         # Once per step, not in each microbatch or again for the backward pass.
         codes = [block.moe.quantize_weights(backward=True) for block in model.blocks]
 
@@ -140,6 +148,7 @@ def parse(arguments):
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--control", action="store_true", help="train in float32, too")
+    parser.add_argument("--wgrad", action="store_true", help="and with wgrad in fp8")
     parser.add_argument("--quick", action="store_true", help="small, 12 steps")
     parser.add_argument("--json", type=pathlib.Path, help="write the record there")
     args = parser.parse_args(arguments)
@@ -167,7 +176,8 @@ def main(arguments=None):
             parts = each.reshape(args.microbatches, -1, each.shape[-1])
             yield jax.device_put(parts, spread)
 
-    kinds = [*KINDS, *CONTROL] if args.control else [*KINDS]
+    asked = {"float32": args.control, "fp8 wgrad": args.wgrad}
+    kinds = [*KINDS, *(kind for kind in MORE if asked[kind])]
     seeds = range(args.seed, args.seed + args.seeds)
     finals, every = {kind: [] for kind in kinds}, {kind: [] for kind in kinds}
     served = {name: [] for name in SERVED}
@@ -219,6 +229,7 @@ def main(arguments=None):
             "command": f"examples/train_fp8.py --steps {steps} --microbatches "
             f"{args.microbatches} --seeds {args.seeds}"
             + " --control" * args.control
+            + " --wgrad" * args.wgrad
             + " --quick" * args.quick,
             "sizes": dataclasses.asdict(sizes),
             "seed": args.seed,

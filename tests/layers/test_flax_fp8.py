@@ -162,6 +162,19 @@ def test_gradients_are_nearly_those_of_bfloat16():
     assert jax_ep.stats.summary(load).rows.sum() == 2 * BATCH * LENGTH
 
 
+def test_gradients_of_weights_in_fp8():
+    """A partial is known as fp8: its codes cross the data axis, too."""
+    own = functools.partial(experts.fp8, wgrad="fp8")
+    mesh = helpers.make_mesh({"fsdp": 2, "ep": 2})
+    changes = FP8 | {"experts": own, "num_experts": 2}
+    (y, _), found = grads(nnx_program(mesh, **changes), codes=True)
+    (want, _), wanted = alone(num_experts=2)
+    assert distance(y, want) < 6e-3
+    for name, got in found.items():
+        assert cosine(got, wanted[name]) > 0.998, name
+    assert distance(found["gate_up"], wanted["gate_up"]) > 0.01
+
+
 @pytest.mark.parametrize(("kind", "codes"), [("nnx", False), ("linen", True)])
 def test_codes_cross_the_data_axis_and_weights_do_not(kind, codes):
     """One byte per parameter is gathered; gradients are reduce-scattered in float32."""

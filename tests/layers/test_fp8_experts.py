@@ -284,6 +284,45 @@ def test_nan_stays_in_its_row():
     assert np.isnan(found_grads["down"][2]).any()
 
 
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_block128_e8m0"])
+def test_gradients_of_weights_in_fp8(name):
+    """Near those in bfloat16, in every row and column; nothing else changes."""
+    sizes = (150, 0, 40)
+    rows, gate_up, down = formula.operands(sizes, H, F, 200)
+    d = dispatched(rows, sizes, name)
+    dy = np.random.default_rng(1).standard_normal((200, H)).astype(np.float32)
+    dy *= np.exp2(np.arange(200) % 12 - 6)[:, None]  # tokens weigh differently
+    y, wanted = both_ways(d, gate_up, down, dy)
+    same, found = both_ways(d, gate_up, down, dy, wgrad="fp8")
+    helpers.assert_bits(same[: sum(sizes)], y[: sum(sizes)])
+    helpers.assert_bits(found["rows"], wanted["rows"])
+    for field in ("gate_up", "down"):
+        got, want = (np.asarray(each[field], np.float64) for each in (found, wanted))
+        assert got.any() and not np.array_equal(got, want)
+        assert not got[1].any()
+        assert cosine(got, want) > 0.998
+        for group in (0, 2):
+            one, other = (
+                each[group].reshape(len(each[group]), -1) for each in (got, want)
+            )
+            assert min(map(cosine, one, other)) > 0.99
+            assert min(map(cosine, one.T, other.T)) > 0.99
+
+
+def test_nan_stays_in_its_group_with_wgrad_in_fp8():
+    rows, gate_up, down = formula.operands(SIZES, H, F, COUNT)
+    d = dispatched(rows, SIZES, "fp8_block128")
+    rows[12, 130] = np.nan
+    broken = dispatched(rows, SIZES, "fp8_block128")
+    dy = np.random.default_rng(1).standard_normal((COUNT, H)).astype(np.float32)
+    _, wanted = both_ways(d, gate_up, down, dy, wgrad="fp8")
+    _, found = both_ways(broken, gate_up, down, dy, wgrad="fp8")
+    for field in ("gate_up", "down"):
+        helpers.assert_bits(found[field][0], wanted[field][0])
+        assert not np.any(found[field][1])
+        assert np.isnan(found[field][2]).any()
+
+
 def test_no_rows_at_all():
     rows, gate_up, down = formula.operands((0, 0, 0), H, F, COUNT)
     d = dispatched(rows, (0, 0, 0), "fp8_block128")
@@ -529,6 +568,8 @@ def coded(**changes):
         ({"gate_up": GATE_UP[..., :96], "down": DOWN[:, :96]}, ("128", "F = 96")),
         ({"gate_up": GATE_UP[:, :128], "down": DOWN[..., :128]}, ("256",)),
         ({"down": None}, ("down",)),
+        ({"wgrad": "fp4"}, ("wgrad", "'fp4'")),
+        ({"wgrad": ["fp8"]}, ("wgrad", "['fp8']")),
         ({"gate_up": GATE_UP.reshape(1, H, -1)}, ("gate_up and down",)),
         ({"quantized": GATE_UP}, ("quantized", "QuantizedWeights")),
         ({"gate_up": "codes"}, ("down and quantized",)),
@@ -624,9 +665,10 @@ def test_weights_in_mxfp4_take_rows_of_any_format(by, request):
         assert np.any(np.asarray(one, np.float32))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
 @pytest.mark.parametrize("by", ["reference", "kernels"])
-def test_a_pair_gives_the_same_bits(by, request):
+def test_a_pair_gives_the_same_bits(by, wgrad, request):
     """Gate and up apart as masters, with codes made before and in the call."""
     taken = []
     if by == "kernels" and jax.default_backend() == "cpu":
@@ -645,7 +687,7 @@ def test_a_pair_gives_the_same_bits(by, request):
         for made in (None, experts.quantize_weights(given, down, backward=True)):
 
             def loss(given, down, made=made):
-                y = experts.fp8(d, given, down, quantized=made)
+                y = experts.fp8(d, given, down, quantized=made, wgrad=wgrad)
                 return jnp.sum(jnp.where(real, jnp.sin(y.astype(jnp.float32)), 0))
 
             value, grads = jax.value_and_grad(loss, (0, 1))(given, down)
@@ -655,3 +697,4 @@ def test_a_pair_gives_the_same_bits(by, request):
     for other in found[1:]:
         jax.tree.map(helpers.assert_bits, found[0], other)
     assert not taken or "quantize_matrices" in taken
+    assert not taken or ("fp8_wgrad" in taken) == (wgrad == "fp8")
