@@ -227,8 +227,10 @@ def rounded_by_blocks(values: jax.Array, sizes: jax.Array) -> jax.Array:
     scales = _floats((power << 23).astype(largest.dtype))
     inverse = _floats((254 - power << 23).astype(largest.dtype))
     own, by = (each[block][:, :, None] for each in (scales, inverse))
-    codes = (tiles * by).astype(E4M3).astype(jnp.float32)
-    found = jnp.where(bad[block][:, :, None], jnp.nan, codes * own)
+    # Without the barrier XLA may leave out both conversions, and with them the rounding.
+    codes = jax.lax.optimization_barrier((tiles * by).astype(E4M3))
+    found = codes.astype(jnp.float32) * own
+    found = jnp.where(bad[block][:, :, None], jnp.nan, found)
     return _merge(found, 1).astype(jnp.bfloat16)
 
 

@@ -536,6 +536,9 @@ def test_fp8_wgrad(sizes, dtype, side, ready):
         left, right = (formula.block_values(each[own]) for each in (values, back))
         want = left.T @ right
         bound = SUMS * (np.abs(left).T @ np.abs(right)) + 1e-30
+        # Tokens differ in size, and each loses what is below 14 bits of the largest.
+        most = (np.abs(each).max(0, initial=0) for each in (left, right))
+        bound += size * 2.0**-14 * np.outer(*most)
         rounding = 2.0**-8 if dtype == "bfloat16" else 2.0**-22
         assert_within(got, want, bound + rounding * np.abs(want))
 

@@ -340,7 +340,7 @@ struct LaneRows {
 // The thread blocks that share 128 rows. Each finds its group once, and then takes several times
 // 128 columns, of which it loads the next ones ahead.
 JAX_EP_HOST_DEVICE uint32_t PartsOf(int64_t columns) {
-  constexpr int64_t kColumnsEach = 8 * kSize;
+  constexpr int64_t kColumnsEach = 4 * kSize;
   return static_cast<uint32_t>((columns + kColumnsEach - 1) / kColumnsEach);
 }
 
