@@ -227,7 +227,7 @@ def rounded_by_blocks(values: jax.Array, sizes: jax.Array) -> jax.Array:
     scales = _floats((power << 23).astype(largest.dtype))
     inverse = _floats((254 - power << 23).astype(largest.dtype))
     own, by = (each[block][:, :, None] for each in (scales, inverse))
-    # Without the barrier XLA may leave out both conversions, and with them the rounding.
+    # Without the barrier XLA may leave out both conversions, and so the rounding.
     codes = jax.lax.optimization_barrier((tiles * by).astype(E4M3))
     found = codes.astype(jnp.float32) * own
     found = jnp.where(bad[block][:, :, None], jnp.nan, found)

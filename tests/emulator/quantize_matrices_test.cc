@@ -114,7 +114,7 @@ void Run(Random& random, ElementType type) {
 void RunOfMxfp4(Random& random) {
   Fp8OfMxfp4Step step{};
   step.groups = random.In(1, 2), step.sides = random.In(1, 2);
-  step.rows = kBlock * random.In(1, 3), step.columns = kBlock * random.In(1, 3);
+  step.rows = kBlock * random.In(1, 6), step.columns = kBlock * random.In(1, 3);
   const int64_t count = step.groups * step.rows * step.sides * step.columns;
   auto* codes = Allocate<uint8_t>(count / 2);
   for (int64_t i = 0; i < count / 2; ++i) codes[i] = static_cast<uint8_t>(random.In(0, 255));

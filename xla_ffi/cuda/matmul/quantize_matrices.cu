@@ -187,6 +187,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(Element) == 2 ? 3 : 2)
   WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
 }
 
+// Thread blocks that take several times 128 x 128 each load the next ones ahead. This is how many
+// of them share a line of so many elements.
+JAX_EP_HOST_DEVICE uint32_t PartsOf(int64_t elements) {
+  constexpr int64_t kEach = 4 * kSize;
+  return static_cast<uint32_t>((elements + kEach - 1) / kEach);
+}
+
 // ---- Of mxfp4 -----------------------------------------------------------------------------------
 
 // The e4m3 codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, which are the codes of e2m1
@@ -215,72 +222,90 @@ __device__ uint32_t FourProducts(uint32_t codes, uint2 products) {
   return magnitudes | signs;
 }
 
-__global__ void __launch_bounds__(kThreads, 4)
-    Fp8OfMxfp4MatricesKernel(const __grid_constant__ Fp8OfMxfp4Step step) {
-  using Own = Share<float>;  // 8 rows of 4 columns
-  constexpr int kColumns = Own::kColumns;
-  static_assert(Own::kRows == 8 && kColumns == 4);
+// What a lane reads of a block: 8 rows of 4 columns.
+struct LaneNibbles {
+  using Own = Share<float>;
+  static_assert(Own::kRows == 8 && Own::kColumns == 4);
 
+  // Byte `column` of each word is of that column. A byte of codes is of two rows.
+  uint32_t codes[Own::kRows / 2];
+  uint32_t scales;
+
+  // `row`: of all groups' rows; `at`: of the first column in a row, of which a line has all sides.
+  __device__ void Load(const Fp8OfMxfp4Step& step, int64_t row, int64_t at, int64_t line) {
+#pragma unroll
+    for (int i = 0; i < Own::kRows / 2; ++i) {
+      codes[i] = *reinterpret_cast<const uint32_t*>(step.codes + (row / 2 + i) * line + at);
+    }
+    const uint8_t* from = step.code_scales + row / kMxfp4AtomK * line + at;
+    scales = *reinterpret_cast<const uint32_t*>(from);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 3)
+    Fp8OfMxfp4MatricesKernel(const __grid_constant__ Fp8OfMxfp4Step step) {
+  using Own = LaneNibbles::Own;
+  constexpr int kColumns = Own::kColumns;
   // Blocks below each other have consecutive indices, so that whole lines of codes are written.
   const auto down = static_cast<uint32_t>(step.rows / kSize);
   const auto across = static_cast<uint32_t>(step.columns / kSize);
   const auto sides = static_cast<uint32_t>(step.sides);
-  const uint32_t y = blockIdx.x % down;
-  const uint32_t x = blockIdx.x / down % across;
-  const uint32_t matrix = blockIdx.x / down / across;
+  const uint32_t parts = PartsOf(step.rows), part = blockIdx.x % parts;
+  const uint32_t x = blockIdx.x / parts % across;
+  const uint32_t matrix = blockIdx.x / parts / across;
   const uint32_t group = matrix / sides, side = matrix % sides;
 
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int first_row = warp * Own::kRows;
   const int first_column = Lane() * kColumns;
-  const int64_t row = static_cast<int64_t>(group) * step.rows + y * int64_t{kSize} + first_row;
+  const int64_t row = static_cast<int64_t>(group) * step.rows + first_row;
   const int64_t column = side * step.columns + x * int64_t{kSize} + first_column;
   const int64_t line = step.sides * step.columns;  // from one row of bytes to the next
-  // Byte `column` of each word is of that column. A byte of codes is of two rows.
-  uint32_t codes[Own::kRows / 2];
-#pragma unroll
-  for (int i = 0; i < Own::kRows / 2; ++i) {
-    codes[i] = *reinterpret_cast<const uint32_t*>(step.codes + (row / 2 + i) * line + column);
-  }
-  const uint32_t scales =
-      *reinterpret_cast<const uint32_t*>(step.code_scales + row / kMxfp4AtomK * line + column);
 
   auto& products = SharedObject<Products>();
   MakeProducts(products);
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const uint32_t byte = scales >> 8 * i & 0xFFu;
-    largest = max(largest, byte == E8M0::kNan ? 0 : byte);
-  }
-  largest = BlockMax(largest);
-  // A scale stays a normal float.
-  const int shared = max(static_cast<int>(largest) - kMxfp4Headroom, 1);
-  if (threadIdx.x == 0) {
-    const int64_t block = (static_cast<int64_t>(group) * down + y) * sides + side;
-    step.scales[block * across + x] = BitsFloat(static_cast<uint32_t>(shared) << 23);
-  }
-
-  // Byte i of line j is that of row 2 * i and of the one after it, of column j.
-  const uint32_t even = __byte_perm(codes[0], codes[1], 0x6240);  // of columns 0 and 2
-  const uint32_t odd = __byte_perm(codes[0], codes[1], 0x7351);
-  const uint32_t later_even = __byte_perm(codes[2], codes[3], 0x6240);
-  const uint32_t later_odd = __byte_perm(codes[2], codes[3], 0x7351);
-  const uint32_t lines[kColumns] = {
-      __byte_perm(even, later_even, 0x5410), __byte_perm(odd, later_odd, 0x5410),
-      __byte_perm(even, later_even, 0x7632), __byte_perm(odd, later_odd, 0x7632)};
   uint8_t* transposed = SharedBytes();
+  LaneNibbles next;
+  next.Load(step, row + part * int64_t{kSize}, column, line);
+  JAX_EP_NO_UNROLL
+  for (uint32_t y = part; y < down; y += parts) {
+    const auto [codes, scales] = next;
+    if (y + parts < down) next.Load(step, row + (y + parts) * int64_t{kSize}, column, line);
+    uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const int byte = static_cast<int>(scales >> 8 * i & 0xFFu);
-    const int entry = max(byte - shared - Products::kLeast, 0);
-    const uint2 own = products.of_power[byte == E8M0::kNan ? Products::kNan : entry];
-    const uint32_t words[2] = {FourProducts(lines[i] & 0xFFFFu, own),
-                               FourProducts(lines[i] >> 16, own)};
-    StoreColumn<Own>(transposed, first_column + i, first_row, words);
+    for (int i = 0; i < kColumns; ++i) {
+      const uint32_t byte = scales >> 8 * i & 0xFFu;
+      largest = max(largest, byte == E8M0::kNan ? 0 : byte);
+    }
+    // Its barrier also comes after all reads of what was transposed before.
+    largest = BlockMax(largest);
+    // A scale stays a normal float.
+    const int shared = max(static_cast<int>(largest) - kMxfp4Headroom, 1);
+    if (threadIdx.x == 0) {
+      const int64_t block = (static_cast<int64_t>(group) * down + y) * sides + side;
+      step.scales[block * across + x] = BitsFloat(static_cast<uint32_t>(shared) << 23);
+    }
+
+    // Byte i of line j is that of row 2 * i and of the one after it, of column j.
+    const uint32_t even = __byte_perm(codes[0], codes[1], 0x6240);  // of columns 0 and 2
+    const uint32_t odd = __byte_perm(codes[0], codes[1], 0x7351);
+    const uint32_t later_even = __byte_perm(codes[2], codes[3], 0x6240);
+    const uint32_t later_odd = __byte_perm(codes[2], codes[3], 0x7351);
+    const uint32_t lines[kColumns] = {
+        __byte_perm(even, later_even, 0x5410), __byte_perm(odd, later_odd, 0x5410),
+        __byte_perm(even, later_even, 0x7632), __byte_perm(odd, later_odd, 0x7632)};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const int byte = static_cast<int>(scales >> 8 * i & 0xFFu);
+      const int entry = max(byte - shared - Products::kLeast, 0);
+      const uint2 own = products.of_power[byte == E8M0::kNan ? Products::kNan : entry];
+      const uint32_t words[2] = {FourProducts(lines[i] & 0xFFFFu, own),
+                                 FourProducts(lines[i] >> 16, own)};
+      StoreColumn<Own>(transposed, first_column + i, first_row, words);
+    }
+    const BlockAt at{matrix, y, x};
+    WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
   }
-  const BlockAt at{matrix, y, x};
-  WriteTransposed<Own>(transposed, step.transposed, step.rows, step.columns, at);
 }
 
 // ---- Of rows ------------------------------------------------------------------------------------
@@ -336,13 +361,6 @@ struct LaneRows {
     for (float& value : four) value = Multiply(value, factor);
   }
 };
-
-// The thread blocks that share 128 rows. Each finds its group once, and then takes several times
-// 128 columns, of which it loads the next ones ahead.
-JAX_EP_HOST_DEVICE uint32_t PartsOf(int64_t columns) {
-  constexpr int64_t kColumnsEach = 4 * kSize;
-  return static_cast<uint32_t>((columns + kColumnsEach - 1) / kColumnsEach);
-}
 
 struct RowGroups {
   const int32_t* sizes;
@@ -457,8 +475,9 @@ cudaError_t Fp8OfMxfp4(const Fp8OfMxfp4Step& step, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (blocks == 0) return cudaSuccess;
-  return Launch(Fp8OfMxfp4MatricesKernel, dim3(static_cast<unsigned>(blocks)), kThreads,
-                kSize * kSize, stream, step);
+  const int64_t down = step.rows / kSize;
+  const auto shared = static_cast<unsigned>(blocks / down * PartsOf(step.rows));
+  return Launch(Fp8OfMxfp4MatricesKernel, dim3(shared), kThreads, kSize * kSize, stream, step);
 }
 
 cudaError_t TransposeRows(const TransposeRowsStep& step, cudaStream_t stream) {
