@@ -21,7 +21,7 @@ from jax_ep._experts import grouped, kernels, mxfp4, quantized
 from jax_ep._experts.operations import Inner, Operations, Rows, quantized_rows
 from jax_ep._experts.quantized import QuantizedWeights, Which
 
-MANY_ROWS = 224  # per expert, from which weights in "mxfp4" are turned into fp8 codes
+MANY_ROWS = 128  # per expert, from which weights in "mxfp4" are turned into fp8 codes
 _BOTH: tuple[Which, ...] = ("gate_up", "down")
 
 

@@ -785,7 +785,7 @@ def test_mxfp4_of_multiples_of_32(hidden, inner, ready):
             ["mxfp4_gate_up", "quantize", "mxfp4_fprop"],
         ),
         (
-            *("fp8_block128", "mxfp4", 672),
+            *("fp8_block128", "mxfp4", 384),
             ["fp8_of_mxfp4", "fp8_gate_up", "fp8_of_mxfp4", "fp8_fprop"],
         ),
         ("fp8_block128", "fp8_block128", COUNT, ["fp8_experts"]),
