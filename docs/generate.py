@@ -120,6 +120,14 @@ def grouped(way):
     return "No run is recorded yet."
 
 
+def fp8_wgrad():
+    """Shows the newest whole experts with gradients of weights in fp8."""
+    for data in reversed(records("grouped")):
+        if any(row["way"] == "fp8_wgrad" for row in data["results"]):
+            return layer_tables.fp8_wgrad(data, table)
+    return "No run is recorded yet."
+
+
 def targets():
     found = (newest(prefix, BOUND_BY_THE_LINK) for prefix in ("p2p", "formats"))
     return performance_tables.targets(*found, table)
@@ -224,6 +232,7 @@ def main():
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
         (BENCHMARKS, "portable", grouped("portable")),
         (BENCHMARKS, "grouped", grouped("jax_fusion")),
+        (BENCHMARKS, "fp8 wgrad", fp8_wgrad()),
         (
             BENCHMARKS,
             "layer options",

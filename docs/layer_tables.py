@@ -193,6 +193,36 @@ def grouped(data, table):
     return "\n\n".join(parts)
 
 
+def fp8_wgrad(data, table):
+    """Shows whole experts with gradients of weights in bfloat16 and in fp8."""
+    found = {}
+    for row in data["results"]:
+        if row["matrix"] == "experts" and row["op"] == "gradients":
+            found.setdefault((row["case"], row["room"]), {})[row["way"]] = row["us"]
+    rows = [
+        (case, *(_number(us[way]) for way in FP8_WAYS), *_over(us))
+        for (case, _), us in found.items()
+    ]
+    source = performance_tables.source(data, data["command"])
+    columns = (
+        *("size", "`hopper` us", '`fp8` us, `wgrad="bf16"`', '`wgrad="fp8"`'),
+        *("over `fp8`", "`hopper` over it"),
+    )
+    head = (
+        "Whole experts with SwiGLU, forward and with all gradients, on codes of rows "
+        f"and weights that were made beforehand ({source}):"
+    )
+    return f"{head}\n\n{table(columns, rows)}"
+
+
+FP8_WAYS = ("hopper", "fp8", "fp8_wgrad")
+
+
+def _over(us):
+    own = us["fp8_wgrad"]
+    return _ratio(own, us["fp8"]), _ratio(us["hopper"], own)
+
+
 FASTER = "`faster` is the time of `jax` over that of `hopper`. "
 # What the columns of other ways are.
 OTHER_WAYS = {
