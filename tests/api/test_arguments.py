@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import compare_transports, helpers
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 MIXED = [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
 
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from support import helpers
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 

@@ -24,6 +24,8 @@ from support import helpers
 from support.errors import check_form, raises
 from support.pages import python_blocks
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 RANKS = 2
 CONFIG = helpers.make_config(pending_calls=1)
 # The fields of each class in the first version that saved them: arrays, and static

@@ -15,6 +15,8 @@ import jax_ep
 from support import helpers, moe
 from support.errors import check_form, raises
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 

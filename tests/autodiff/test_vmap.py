@@ -26,6 +26,8 @@ from support.call_order import (
 )
 from support.errors import check_form, raises
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FIELDS = {"dtype": "float32", **helpers.HALVES}
 
 

@@ -15,6 +15,8 @@ from jax_ep._experts import hopper_fp8, quantized
 from support import fp8_experts, helpers, quantizer
 from support.errors import check_form, raises
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 L, H, F = 2, 256, 128
 
 
