@@ -112,19 +112,11 @@ def formats():
     return "\n\n".join(parts)
 
 
-def grouped(way):
+def grouped(way, part=layer_tables.grouped):
     """Shows the newest matmuls of `jax_ep.experts` beside this way to multiply."""
     for data in reversed(records("grouped")):
         if any(row["way"] == way for row in data["results"]):
-            return layer_tables.grouped(data, table)
-    return "No run is recorded yet."
-
-
-def fp8_wgrad():
-    """Shows the newest whole experts with gradients of weights in fp8."""
-    for data in reversed(records("grouped")):
-        if any(row["way"] == "fp8_wgrad" for row in data["results"]):
-            return layer_tables.fp8_wgrad(data, table)
+            return part(data, table)
     return "No run is recorded yet."
 
 
@@ -232,7 +224,7 @@ def main():
         (BENCHMARKS, "layers", from_newest("layer", layer_tables.all_layers)),
         (BENCHMARKS, "portable", grouped("portable")),
         (BENCHMARKS, "grouped", grouped("jax_fusion")),
-        (BENCHMARKS, "fp8 wgrad", fp8_wgrad()),
+        (BENCHMARKS, "fp8 wgrad", grouped("fp8_wgrad", layer_tables.fp8_wgrad)),
         (
             BENCHMARKS,
             "layer options",

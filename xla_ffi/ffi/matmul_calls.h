@@ -448,8 +448,7 @@ struct Fp8OfMxfp4Call : Call<Fp8OfMxfp4Step> {
   }
 };
 
-// ---- Rows for their gradients
-// ----------------------------------------------------------------------------
+// ---- Rows for the gradients of weights ----------------------------------------------------------
 
 template <bool kCodes>
 struct TransposeCall : Call<TransposeRowsStep> {
